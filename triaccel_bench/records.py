@@ -1,0 +1,247 @@
+"""Records of a run as plain data: units stand in the field names, JSON goes in and out, files are written atomically.
+
+``None`` means "not measured" (no meter, no card, not reached) and stays ``None`` through
+every table; it is never replaced by a number.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+Status = Literal["done", "diverged", "oom", "failed", "interrupted"]
+Meter = Literal["vram", "tensors", "off"]
+
+RUN_FILE = "run.json"
+TRACE_FILE = "trace.json.gz"
+
+
+class RecordError(ValueError):
+    """A record file that cannot be read; the message names the file and what is wrong with it."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+
+class Provenance(_Record):
+    code_version: str
+    git_commit: str | None = None
+    git_dirty: bool | None = None
+    python: str
+    torch: str
+    torchvision: str
+    triton: str | None = None
+    cuda: str | None = None
+    cudnn: str | None = None
+    driver: str | None = None
+    device: str
+    device_name: str
+    device_uuid: str | None = None
+    capability: str | None = None
+    device_total_bytes: int | None = None
+    sm_clock_mhz: int | None = None
+    temperature_celsius: int | None = None
+    bf16_native: bool
+    kernels: Literal["triton", "torch"]
+    kernels_reason: str
+    started_at: str
+    finished_at: str | None = None
+
+
+class EpochRecord(_Record):
+    """One epoch. Train figures weight every sample alike; evaluation sees every image once."""
+
+    epoch: int
+    train_loss: float | None
+    train_accuracy_percent: float | None
+    evaluation_loss: float | None = None
+    evaluation_accuracy_percent: float | None = None
+    evaluation_samples: int = 0
+    train_seconds: float
+    """Wall-clock of the training part: data, steps, controller, probes, plan changes; the device is idle at both ends."""
+    evaluation_seconds: float = 0.0
+    probe_seconds: float = 0.0
+    steps: int
+    steps_skipped: int = 0
+    samples_seen: int
+    batch_mean: float
+    """Effective batch: samples over steps."""
+    batch_min: int
+    batch_max: int
+    batch_last: int
+    learning_rate_last: float
+    loss_scale_last: float | None = None
+    memory_peak_bytes: int | None = None
+    """The meter's own peak without the resident data set (``RunRecord.meter`` says which meter)."""
+    probe_peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    """What NVML attributes to this process, CUDA context included."""
+    device_used_bytes: int | None = None
+    layers_requested: dict[str, int]
+    layers_executed: dict[str, int]
+    plan_changes: int = 0
+    layers_promoted: int = 0
+    rate_scale_min: float = 1.0
+    rate_scale_mean: float = 1.0
+    lambda_max: float | None = None
+    lambda_median: float | None = None
+    lambda_age_steps_max: int | None = None
+    layers_probed: int = 0
+
+
+class LayerRecord(_Record):
+    """The state of one named layer when the run ended."""
+
+    name: str
+    elements: int
+    requested: str
+    executed: str
+    promoted: bool = False
+    rate_scale: float = 1.0
+    variance: float | None = None
+    eigenvalues: list[float] | None = None
+    lambda_age_steps: int | None = None
+    iterations: int | None = None
+    converged: bool | None = None
+
+
+class RunRecord(_Record):
+    """One (cell, seed)."""
+
+    results_version: int
+    status: Status
+    reason: str | None = None
+    cell: str
+    dataset: str
+    model: str
+    method: str
+    seed: int
+    epochs_planned: int
+    settings: dict[str, Any]
+    provenance: Provenance | None = None
+    meter: Meter = "off"
+    meter_reason: str | None = None
+    dataset_fingerprint: str | None = None
+    dataset_bytes: int | None = None
+    train_samples: int | None = None
+    evaluation_samples: int | None = None
+    budget_bytes: int | None = None
+    budget_source: str | None = None
+    tau_low: float | None = None
+    tau_high: float | None = None
+    tau_curv: float | None = None
+    first_use_seconds: float | None = None
+    """Compilation, library start-up and memory calibration before the first epoch's clock."""
+    steps: int = 0
+    steps_skipped: int = 0
+    samples_applied: int = 0
+    """Samples of applied updates: the position of the learning-rate schedule."""
+    retries: dict[str, int] = Field(default_factory=dict)
+    warnings: list[str] = Field(default_factory=list)
+    epochs: list[EpochRecord] = Field(default_factory=list)
+    layers: list[LayerRecord] = Field(default_factory=list)
+
+
+class DecisionTrace(_Record):
+    """What one control step saw and decided. Lists follow ``Trace.layers``."""
+
+    step: int
+    epoch: int
+    variance: list[float | None] | None
+    lambda_max: list[float | None] | None
+    memory_bytes: int | None
+    budget_bytes: int | None
+    free_bytes: int | None
+    batch_before: int
+    batch_after: int
+    batch_reason: str
+    requested: list[str]
+    executed: list[str]
+    promoted: list[bool]
+    rate_scale: list[float]
+    plan_changed: bool
+
+
+class ProbeTrace(_Record):
+    """One curvature probe: the layers refreshed, their spectra, and what it cost."""
+
+    step: int
+    seconds: float
+    peak_bytes: int | None
+    layers: list[str]
+    eigenvalues: list[list[float]]
+    iterations: list[int]
+    converged: list[bool]
+
+
+class Trace(_Record):
+    layers: list[str]
+    decisions: list[DecisionTrace] = Field(default_factory=list)
+    probes: list[ProbeTrace] = Field(default_factory=list)
+
+
+def write_run(folder: Path, run: RunRecord, trace: Trace | None = None) -> Path:
+    """Write the trace, then ``run.json``; a reader that finds ``run.json`` finds a whole run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if trace is not None:
+        packed = gzip.compress(trace.model_dump_json().encode(), mtime=0)
+        write_atomically(folder / TRACE_FILE, packed)
+    return write_atomically(folder / RUN_FILE, (run.model_dump_json(indent=1) + "\n").encode())
+
+
+def read_run(path: Path) -> RunRecord:
+    """Read one ``run.json``.
+
+    Raises:
+        RecordError: the file is missing, cut off, or not a record of this version's shape.
+    """
+    return _read(path, lambda: RunRecord.model_validate_json(path.read_bytes()))
+
+
+def read_trace(path: Path) -> Trace:
+    """Read the trace beside a ``run.json``. Raises ``RecordError`` as ``read_run`` does."""
+    return _read(path, lambda: Trace.model_validate_json(gzip.decompress(path.read_bytes())))
+
+
+def _read(path: Path, load):
+    try:
+        return load()
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the whole file"
+        raise RecordError(f"{path}: not a record ({where}: {first['msg']}); remove it and run that seed again") from None
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: cannot be read ({error}); remove it and run that seed again") from None
+
+
+def write_atomically(path: Path, content: bytes) -> Path:
+    """Temporary name, fsync, rename: a reader sees the old file or the new one, never a part."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return path
+
+
+def finite(value: float | None) -> float | None:
+    """``None`` for a figure that is missing or not finite, so that it can stand in a record."""
+    return None if value is None or value != value or value in (float("inf"), float("-inf")) else float(value)
+
+
+def to_json(document: Any) -> str:
+    return json.dumps(document, indent=1, allow_nan=False) + "\n"

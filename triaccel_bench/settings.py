@@ -1,0 +1,290 @@
+"""Typed, frozen settings of one cell, and the only place that judges a configuration.
+
+``parse`` turns the plain dictionary that Hydra composed into ``Settings`` or raises
+``SettingsError`` with one sentence per fault: the key, what was got, what was expected.
+Every field's meaning, unit and paper section stand beside its default in ``conf/``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+RESULTS_VERSION = 1
+"""Bumped by hand when a change makes earlier records incomparable; part of a cell's identity."""
+
+DatasetName = Literal["cifar10", "cifar100", "digits", "synthetic"]
+ModelName = Literal["resnet18", "resnet18_cifar", "efficientnet_b0", "resnet8"]
+Dtype = Literal["fp16", "bf16", "fp32"]
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+
+
+class SettingsError(ValueError):
+    """A configuration that cannot be run; the message names key, value and remedy."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class DatasetSettings(_Section):
+    name: DatasetName
+    path: str | None
+    root: str
+    download: bool
+    mirrors: tuple[str, ...]
+    num_classes: Annotated[int, Field(ge=2)]
+    image_size: PositiveInt
+    train_size: Annotated[int, Field(ge=16)] | None
+    test_size: PositiveInt | None
+    flip: bool
+    crop_padding: Annotated[int, Field(ge=0)]
+    mean: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
+    std: Annotated[tuple[PositiveFloat, ...], Field(min_length=3, max_length=3)]
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)]
+    evaluate_on: Literal["test", "validation"]
+
+
+class ModelSettings(_Section):
+    name: ModelName
+    stem: Literal["imagenet", "cifar"]
+    input_size: Annotated[int, Field(ge=8)]
+    weights: str
+
+
+class LossScaleSettings(_Section):
+    initial: PositiveFloat
+    growth_factor: Annotated[float, Field(ge=1)]
+    backoff_factor: Annotated[float, Field(gt=0, lt=1)]
+    growth_interval: PositiveInt
+    max_consecutive_skips: PositiveInt
+
+
+class PrecisionSettings(_Section):
+    adaptive: bool
+    beta: Annotated[float, Field(ge=0, lt=1)]
+    normalise_by_batch: bool
+    tau_low: Literal["auto"] | NonNegativeFloat
+    tau_high: Literal["auto"] | NonNegativeFloat
+    hysteresis: Annotated[float, Field(ge=1)]
+    dwell: PositiveInt
+    bf16_substitute: Literal["fp16", "fp32", "emulate"]
+    cpu_executes: Literal["fp32", "requested"]
+
+
+class CurvatureSettings(_Section):
+    rates: bool
+    promotion: bool
+    estimator: Literal["hessian"]
+    product: Literal["auto", "exact", "difference"]
+    k: PositiveInt
+    every: PositiveInt
+    batch: Annotated[int, Field(ge=2)]
+    iterations: PositiveInt
+    tolerance: PositiveFloat
+    max_overhead: Fraction
+    alpha: NonNegativeFloat
+    tau_curv: Literal["auto"] | NonNegativeFloat
+
+
+class BatchSettings(_Section):
+    elastic: bool
+    initial: Annotated[int, Field(ge=2)]
+    min: Annotated[int, Field(ge=2)]
+    max: Annotated[int, Field(ge=2)]
+    up: PositiveInt
+    down: PositiveInt
+    rho_low: Fraction
+    rho_high: Fraction
+    lr_rule: Literal["none", "sqrt", "linear"]
+
+
+class ControlSettings(_Section):
+    interval: PositiveInt
+    plan_changes_per_epoch: PositiveInt
+
+
+class MethodSettings(_Section):
+    name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
+    dtype: Dtype
+    tf32: bool
+    loss_scale: LossScaleSettings
+    precision: PrecisionSettings
+    curvature: CurvatureSettings
+    batch: BatchSettings
+    control: ControlSettings
+
+    @property
+    def probes_curvature(self) -> bool:
+        return self.curvature.rates or self.curvature.promotion
+
+    @model_validator(mode="after")
+    def _consistent(self) -> MethodSettings:
+        p, b = self.precision, self.batch
+        if isinstance(p.tau_low, float) and isinstance(p.tau_high, float) and p.tau_low >= p.tau_high:
+            raise ValueError(
+                f"method.precision.tau_low={p.tau_low} and method.precision.tau_high={p.tau_high}: "
+                "expected tau_low < tau_high; lower the first or raise the second"
+            )
+        if isinstance(p.tau_low, str) != isinstance(p.tau_high, str):
+            raise ValueError(
+                f"method.precision.tau_low={p.tau_low} and method.precision.tau_high={p.tau_high}: "
+                "expected both numbers or both auto; set the other one too"
+            )
+        if not b.min <= b.initial <= b.max:
+            raise ValueError(
+                f"method.batch.min={b.min}, method.batch.initial={b.initial} and method.batch.max={b.max}: "
+                "expected min <= initial <= max; move the bound or the initial size"
+            )
+        if b.rho_low >= b.rho_high:
+            raise ValueError(
+                f"method.batch.rho_low={b.rho_low} and method.batch.rho_high={b.rho_high}: "
+                "expected rho_low < rho_high; lower the first or raise the second"
+            )
+        return self
+
+
+class OptimizerSettings(_Section):
+    lr: PositiveFloat
+    momentum: Annotated[float, Field(ge=0, lt=1)]
+    weight_decay: NonNegativeFloat
+    warmup_epochs: Annotated[int, Field(ge=0)]
+
+
+class MemorySettings(_Section):
+    meter: Literal["vram", "tensors"]
+    budget: Literal["fp32", "paper", "device"] | PositiveFloat
+    calibration_steps: PositiveInt
+    enforce: bool
+
+
+class EvaluationSettings(_Section):
+    batch: PositiveInt
+
+
+class ResultsSettings(_Section):
+    root: Annotated[str, Field(min_length=1)]
+    reuse: bool
+
+
+class Settings(_Section):
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1)]
+    epochs: PositiveInt
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
+    kernels: Literal["auto", "triton", "torch"]
+    progress: Literal["auto", "rich", "plain", "none"]
+    dataset: DatasetSettings
+    model: ModelSettings
+    method: MethodSettings
+    optimizer: OptimizerSettings
+    memory: MemorySettings
+    evaluation: EvaluationSettings
+    results: ResultsSettings
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if len(set(self.seeds)) != len(self.seeds):
+            raise ValueError(f"seeds={list(self.seeds)}: expected distinct seeds; remove the repeated one")
+        if self.dataset.evaluate_on == "validation" and self.dataset.validation_fraction == 0:
+            raise ValueError(
+                "dataset.evaluate_on=validation and dataset.validation_fraction=0: expected a fraction above 0; "
+                "set dataset.validation_fraction=0.1, or dataset.evaluate_on=test"
+            )
+        if self.device == "cpu" and self.kernels == "triton":
+            raise ValueError("device=cpu and kernels=triton: expected a CUDA device for Triton; use kernels=auto")
+        if self.memory.enforce and self.device == "cpu":
+            raise ValueError("memory.enforce=true and device=cpu: expected a CUDA device to cap; use memory.enforce=false")
+        train_size = self.dataset.train_size
+        if train_size is not None and self.method.batch.initial > train_size:
+            raise ValueError(
+                f"method.batch.initial={self.method.batch.initial} and dataset.train_size={train_size}: "
+                "expected a batch no larger than the data set; lower method.batch.initial"
+            )
+        weights = self.model.weights
+        if weights not in ("none", "imagenet") and not Path(weights).is_file():
+            raise ValueError(
+                f"model.weights={weights}: expected none, imagenet or the path of a state dict; no such file exists"
+            )
+        if weights == "imagenet" and (self.model.stem != "imagenet" or self.model.name == "resnet8"):
+            raise ValueError(
+                f"model.weights=imagenet and model.name={self.model.name}: expected a model with ImageNet weights; "
+                "use model=resnet18 or model=efficientnet_b0"
+            )
+        return self
+
+
+def parse(config: dict) -> Settings:
+    """Validate a plain configuration dictionary.
+
+    Raises:
+        SettingsError: one sentence per fault, joined by "; also ".
+    """
+    try:
+        return Settings.model_validate_json(json.dumps(config))
+    except ValidationError as error:
+        raise SettingsError("; also ".join(_sentences(error))) from None
+
+
+def _sentences(error: ValidationError) -> list[str]:
+    by_key: dict[str, list[str]] = {}
+    for item in error.errors():
+        # A union reports each of its members; the member's name is no part of the key.
+        keys = [str(part) for part in item["loc"] if not _is_union_tag(part)]
+        key = ".".join(keys)
+        if item["type"] == "value_error":
+            by_key.setdefault(str(item["ctx"]["error"]), [])
+        elif item["type"] == "extra_forbidden":
+            by_key.setdefault(f"{key}={item['input']}: unknown key; remove it or correct its name", [])
+        elif item["type"] == "missing":
+            by_key.setdefault(f"{key}: expected a value, got none; set it or use the shipped conf/ group", [])
+        else:
+            expectation = item["msg"][0].lower() + item["msg"][1:]
+            by_key.setdefault(f"{key}={_shown(item['input'])}", []).append(
+                expectation.replace("input should be", "expected").replace("string should", "expected it to")
+            )
+    return [f"{key}: {' or '.join(dict.fromkeys(texts))}" if texts else key for key, texts in by_key.items()]
+
+
+def _is_union_tag(part: object) -> bool:
+    return isinstance(part, str) and (part.startswith(("literal[", "constrained-", "function-")) or part in {"float", "int", "str"})
+
+
+def _shown(value: object) -> str:
+    return json.dumps(value) if isinstance(value, (list, dict, type(None), bool)) else str(value)
+
+
+def identity(settings: Settings, device_name: str) -> str:
+    """Twelve hex digits that name a cell: what its method reads, its data, the device and ``RESULTS_VERSION``.
+
+    Settings that cannot change a result (where it is written, how it is shown, which seeds
+    are asked for) are left out, and so are the settings of switches that are off, so that
+    FP32 is not run again when ``curvature.alpha`` moves.
+    """
+    tree = settings.model_dump(mode="json", exclude={"seeds", "results", "progress"})
+    method = tree["method"]
+    if not method["precision"]["adaptive"]:
+        method["precision"] = {key: method["precision"][key] for key in ("bf16_substitute", "cpu_executes")}
+    if not settings.method.probes_curvature:
+        del method["curvature"]
+    if not method["batch"]["elastic"]:
+        method["batch"] = {"initial": method["batch"]["initial"]}
+        tree["memory"] = {key: tree["memory"][key] for key in ("meter", "enforce")}
+    if settings.dataset.path is not None:
+        path = Path(settings.dataset.path).expanduser().resolve()
+        tree["dataset"]["path"] = [str(path)]
+        if path.is_file():
+            status = os.stat(path)
+            tree["dataset"]["path"] += [status.st_size, status.st_mtime_ns]
+    for key in ("root", "download", "mirrors"):
+        del tree["dataset"][key]
+    tree |= {"device": device_name, "results_version": RESULTS_VERSION}
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
