@@ -1,0 +1,250 @@
+"""Readings in seconds and bytes: the clock, the CUDA allocator, NVML, and a count of live tensors for any machine.
+
+A memory meter reports the peak of one window, and a run has a meter of its own, so no figure
+outlives the run that made it. A figure that cannot be read is None, never 0.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+
+class Card(Protocol):
+    """The part of ``hardware.Hardware`` that the meters read."""
+
+    device: torch.device
+    nvml: Any | None
+    nvml_reason: str | None
+
+
+class Clock:
+    """Wall-clock seconds at which the device has finished all that it was given.
+
+    Kernels run after the call that launched them returns: a clock read without waiting times
+    the launches. Two ``read`` calls therefore enclose work, at the price of one wait each.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        now: Callable[[], float] = time.perf_counter,
+        synchronise: Callable[[], None] | None = None,
+    ) -> None:
+        self._now = now
+        self._synchronise = synchronise or (partial(torch.cuda.synchronize, device) if device.type == "cuda" else None)
+
+    def read(self) -> float:
+        if self._synchronise is not None:
+            self._synchronise()
+        return self._now()
+
+
+@dataclass(frozen=True)
+class Readings:
+    """Memory at one moment, beside the meter's own peak."""
+
+    reserved_bytes: int | None = None  # held by this process's allocator
+    process_bytes: int | None = None  # what NVML attributes to this process, CUDA context included
+    device_used_bytes: int | None = None  # everybody's use of the card, without the driver's own share
+    free_bytes: int | None = None  # what this process could still allocate; others' memory lowers it
+
+
+class CardState(NamedTuple):
+    sm_clock_mhz: int | None
+    temperature_celsius: int | None
+
+
+class MemoryMeter:
+    """What a run asks of its meter; on its own it measures nothing.
+
+    ``reason`` is None or one line that says what is off and why, to be shown once.
+    """
+
+    name: Literal["vram", "tensors", "off"] = "off"
+    reason: str | None = None
+
+    def begin_window(self) -> None:
+        """Forget the peak."""
+
+    def window_peak_bytes(self) -> int | None:
+        """Peak since ``begin_window``, without the resident data set."""
+        return None
+
+    def readings(self) -> Readings:
+        return Readings()
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Stands around forward and backward of a step, for a meter that must watch it."""
+        return nullcontext()
+
+
+class NoMeter(MemoryMeter):
+    """Measures nothing, and says why."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+
+class VramMeter(MemoryMeter):
+    """Bytes that this process's tensors take on the card, as the CUDA allocator counts them.
+
+    The peak is max_memory_allocated - ``dataset_bytes``: it needs no NVML, and neither other
+    processes nor the driver enter it. Reading it does not wait for the device. A replayed CUDA
+    graph makes no allocator calls, so a window that only replays shows what stays allocated
+    between replays.
+    """
+
+    name = "vram"
+
+    def __init__(self, hardware: Card, dataset_bytes: int) -> None:
+        self.reason = None if hardware.nvml is not None else f"NVML off: {hardware.nvml_reason}"
+        self._device = hardware.device
+        self._nvml = hardware.nvml
+        self._dataset_bytes = dataset_bytes
+
+    def begin_window(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def window_peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device) - self._dataset_bytes
+
+    def readings(self) -> Readings:
+        reserved = torch.cuda.memory_reserved(self._device)
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return Readings(
+            reserved_bytes=reserved,
+            process_bytes=_ask(self._nvml, lambda nvml, card: _process_bytes(nvml, card, at_least=reserved)),
+            device_used_bytes=_ask(self._nvml, _device_used_bytes),
+            free_bytes=free + reserved - torch.cuda.memory_allocated(self._device),
+        )
+
+
+class TensorMeter(MemoryMeter):
+    """Bytes of the tensors that a training step keeps alive, counted on any device.
+
+    parameters + buffers + one gradient per trainable parameter + ``state_bytes`` (optimizer
+    state) + the peak of what autograd saves for backward, each storage counted once and
+    parameters and buffers not again. The count depends on shapes and dtypes alone. Workspace
+    and tensors that backward creates are not in it, so it is no VRAM figure.
+
+    Only steps inside ``recording`` are counted, and a window without one has no peak (None).
+    Steps of one batch size and one precision plan are alike, so one of them a window will do.
+    """
+
+    name = "tensors"
+
+    def __init__(self, module: nn.Module, state_bytes: int | Callable[[], int] = 0) -> None:
+        self._module = module
+        self._state_bytes = state_bytes
+        self._peak_bytes: int | None = None
+
+    def begin_window(self) -> None:
+        self._peak_bytes = None
+
+    def window_peak_bytes(self) -> int | None:
+        return self._peak_bytes
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Watch one step; a step that raises leaves no reading. Not for use around ``torch.func`` transforms."""
+        resident = [*self._module.parameters(), *self._module.buffers()]
+        saved = _SavedBytes(except_in=resident)
+        with saved_tensors_hooks(saved.pack, lambda held: held.tensor):
+            yield
+        gradients = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        state = self._state_bytes() if callable(self._state_bytes) else self._state_bytes
+        step_bytes = sum(tensor.nbytes for tensor in resident + gradients) + state + saved.peak
+        self._peak_bytes = max(step_bytes, self._peak_bytes or 0)
+
+
+def open_meter(
+    kind: Literal["vram", "tensors"],
+    hardware: Card,
+    dataset_bytes: int,
+    module: nn.Module,
+    state_bytes: int | Callable[[], int] = 0,
+) -> MemoryMeter:
+    """The meter of a run. "vram" without a CUDA device is no error: the run goes on without a memory figure."""
+    if kind == "tensors":
+        return TensorMeter(module, state_bytes)
+    if hardware.device.type != "cuda":
+        return NoMeter("VRAM monitor off: no CUDA device")
+    return VramMeter(hardware, dataset_bytes)
+
+
+def card_state(hardware: Card) -> CardState:
+    """SM clock rate and temperature now, for the record of a run."""
+    return CardState(
+        _ask(hardware.nvml, lambda nvml, card: nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM)),
+        _ask(hardware.nvml, lambda nvml, card: nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)),
+    )
+
+
+class _Held:
+    """A saved tensor; autograd drops it once backward no longer needs it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+class _SavedBytes:
+    """Live bytes of the storages that autograd holds, and their peak. It keeps no tensor alive itself."""
+
+    def __init__(self, except_in: list[Tensor]) -> None:
+        self.peak = 0
+        self._live = 0
+        self._holders: Counter[int] = Counter()
+        self._excepted = {tensor.untyped_storage().data_ptr() for tensor in except_in}
+
+    def pack(self, tensor: Tensor) -> _Held:
+        # Detached: an output that its own graph node held would keep both alive if backward never runs.
+        held, storage = _Held(tensor.detach()), tensor.untyped_storage()
+        address, size_bytes = storage.data_ptr(), storage.nbytes()
+        if address not in self._excepted:
+            self._count(address, +1, size_bytes)
+            weakref.finalize(held, self._count, address, -1, size_bytes)
+        return held
+
+    def _count(self, address: int, change: int, size_bytes: int) -> None:
+        before = self._holders[address]
+        self._holders[address] = before + change
+        if before == 0 or before + change == 0:
+            self._live += change * size_bytes
+            self.peak = max(self.peak, self._live)
+
+
+def _ask(handle: Any | None, query: Callable[[Any, Any], int | None]) -> int | None:
+    """NVML's answer, or None where there is no NVML or this card does not support the question."""
+    if handle is None:
+        return None
+    import pynvml
+
+    try:
+        return query(pynvml, handle)
+    except pynvml.NVMLError:
+        return None
+
+
+def _process_bytes(nvml: Any, card: Any, at_least: int) -> int | None:
+    """This process's bytes, if NVML tells."""
+    mine = [process for process in nvml.nvmlDeviceGetComputeRunningProcesses(card) if process.pid == os.getpid()]
+    sizes = [process.usedGpuMemory for process in mine if process.usedGpuMemory is not None]
+    # A container may be told the host's process numbers: one like ours that holds less than we do is not us.
+    return sum(sizes) if sizes and sum(sizes) >= at_least else None
+
+
+def _device_used_bytes(nvml: Any, card: Any) -> int:
+    # The first version of this query counts what the driver keeps for itself as used.
+    return nvml.nvmlDeviceGetMemoryInfo(card, version=nvml.nvmlMemory_v2).used
