@@ -7,7 +7,6 @@ every table; it is never replaced by a number.
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -150,6 +149,22 @@ class RunRecord(_Record):
     layers: list[LayerRecord] = Field(default_factory=list)
 
 
+def planned_run(settings: dict[str, Any], seed: int, cell: str, results_version: int) -> RunRecord:
+    """The record of a run that has not happened yet; ``settings`` is ``Settings.model_dump(mode="json")``."""
+    return RunRecord(
+        results_version=results_version,
+        status="failed",
+        reason="the run did not end",
+        cell=cell,
+        dataset=settings["dataset"]["name"],
+        model=settings["model"]["name"],
+        method=settings["method"]["name"],
+        seed=seed,
+        epochs_planned=settings["epochs"],
+        settings=settings,
+    )
+
+
 class DecisionTrace(_Record):
     """What one control step saw and decided. Lists follow ``Trace.layers``."""
 
@@ -241,7 +256,3 @@ def write_atomically(path: Path, content: bytes) -> Path:
 def finite(value: float | None) -> float | None:
     """``None`` for a figure that is missing or not finite, so that it can stand in a record."""
     return None if value is None or value != value or value in (float("inf"), float("-inf")) else float(value)
-
-
-def to_json(document: Any) -> str:
-    return json.dumps(document, indent=1, allow_nan=False) + "\n"

@@ -127,6 +127,10 @@ class MethodSettings(_Section):
     def probes_curvature(self) -> bool:
         return self.curvature.rates or self.curvature.promotion
 
+    @property
+    def is_static(self) -> bool:
+        return not (self.precision.adaptive or self.batch.elastic or self.probes_curvature)
+
     @model_validator(mode="after")
     def _consistent(self) -> MethodSettings:
         p, b = self.precision, self.batch
@@ -278,6 +282,10 @@ def identity(settings: Settings, device_name: str) -> str:
     if not method["batch"]["elastic"]:
         method["batch"] = {"initial": method["batch"]["initial"]}
         tree["memory"] = {key: tree["memory"][key] for key in ("meter", "enforce")}
+    if not (settings.method.precision.adaptive or settings.method.curvature.promotion):
+        del method["control"]["plan_changes_per_epoch"]
+    if settings.method.is_static:
+        del method["control"]
     if settings.dataset.path is not None:
         path = Path(settings.dataset.path).expanduser().resolve()
         tree["dataset"]["path"] = [str(path)]

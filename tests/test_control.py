@@ -1,0 +1,206 @@
+"""The decisions of section 3 as pure functions: every branch of the printed formulas, and what they leave open."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from triaccel_bench import control
+from triaccel_bench.configuration import compose
+from triaccel_bench.control import Signals, decide, start
+
+
+def native(level):
+    return level
+
+
+def without_bf16(level):
+    return "fp16" if level == "bf16" else level
+
+
+def cpu(level):
+    return "fp32"
+
+
+def rules(*overrides: str, method: str = "triaccel"):
+    return compose([f"method={method}", *overrides]).method
+
+
+def signals(**changes) -> Signals:
+    return replace(Signals(1, None, None, None, None), **changes)
+
+
+@pytest.mark.parametrize("variance, level", [
+    (0.0, "fp16"), (0.9, "fp16"), (1.0, "bf16"), (9.9, "bf16"), (10.0, "fp32"), (math.inf, "fp32"), (math.nan, "fp32"),
+])  # fmt: skip
+def test_level_by_variance_is_the_printed_rule(variance, level):
+    assert control.level_by_variance(variance, 1.0, 10.0) == level
+
+
+@pytest.mark.parametrize("current, variance, level", [
+    ("fp16", 1.3, "fp16"), ("fp16", 1.5, "bf16"), ("bf16", 0.8, "bf16"), ("bf16", 0.6, "fp16"),
+    ("bf16", 13.0, "bf16"), ("bf16", 15.0, "fp32"), ("fp32", 8.0, "fp32"), ("fp32", 6.0, "bf16"),
+    ("fp32", 0.1, "fp16"), ("fp16", 100.0, "fp32"), ("fp16", math.nan, "fp32"),
+])  # fmt: skip
+def test_hysteresis_of_factor_two(current, variance, level):
+    assert control.level_with_hysteresis(current, variance, 1.0, 10.0, 2.0) == level
+
+
+def test_hysteresis_of_one_is_the_printed_rule():
+    for current in control.LEVELS:
+        for variance in (0.5, 1.0, 5.0, 10.0, 20.0):
+            expected = control.level_by_variance(variance, 1.0, 10.0)
+            assert control.level_with_hysteresis(current, variance, 1.0, 10.0, 1.0) == expected
+
+
+def test_auto_thresholds_come_after_two_windows_and_then_stay():
+    settings = rules("method.precision.dwell=1")
+    _, state = start(11, settings, native)
+    values = tuple(10.0**-n for n in range(11))
+    first, state = decide(signals(variance=values), state, settings, native)
+    assert state.tau_low is None and set(first.requested) == {"bf16"}
+    second, state = decide(signals(variance=values), state, settings, native)
+    assert state.tau_low == pytest.approx(1e-5) and state.tau_high == pytest.approx(0.1)
+    assert second.plan_changed and set(second.requested) == {"fp16", "bf16", "fp32"}
+    _, later = decide(signals(variance=tuple(v * 100 for v in values), epoch=2), state, settings, native)
+    assert (later.tau_low, later.tau_high) == (state.tau_low, state.tau_high)
+
+
+def test_fixed_thresholds_are_used_at_once():
+    settings = rules("method.precision.tau_low=0.1", "method.precision.tau_high=1.0", "method.precision.dwell=1")
+    decision, _ = decide(signals(variance=(0.01, 0.3, 5.0)), start(3, settings, native)[1], settings, native)
+    assert decision.requested == ("fp16", "bf16", "fp32")
+
+
+def test_dwell_keeps_a_layer_in_place():
+    settings = rules(
+        "method.precision.tau_low=0.1", "method.precision.tau_high=1.0", "method.precision.dwell=3",
+        "method.control.plan_changes_per_epoch=99",
+    )  # fmt: skip
+    _, state = start(1, settings, native)
+    seen = []
+    for variance in (5.0, 0.01, 0.01, 0.01, 0.01):
+        decision, state = decide(signals(variance=(variance,)), state, settings, native)
+        seen.append(decision.requested[0])
+    assert seen == ["fp32", "fp32", "fp32", "fp16", "fp16"]
+
+
+def test_one_plan_change_an_epoch_and_the_wish_survives_to_the_next():
+    settings = rules("method.precision.tau_low=0.1", "method.precision.tau_high=1.0", "method.precision.dwell=1")
+    _, state = start(2, settings, native)
+    first, state = decide(signals(variance=(0.01, 0.3)), state, settings, native)
+    second, state = decide(signals(variance=(0.01, 5.0)), state, settings, native)
+    third, state = decide(signals(variance=(0.01, 5.0), epoch=2), state, settings, native)
+    assert [d.plan_changed for d in (first, second, third)] == [True, False, True]
+    assert second.requested == ("fp16", "bf16") and third.requested == ("fp16", "fp32")
+
+
+@pytest.mark.parametrize("executed_of, level, lifted", [
+    (native, "fp16", "bf16"), (native, "bf16", "fp32"), (native, "fp32", "fp32"),
+    (without_bf16, "fp16", "fp32"), (without_bf16, "bf16", "fp32"), (cpu, "fp16", "fp16"),
+])  # fmt: skip
+def test_promotion_goes_to_a_dtype_that_is_executed_wider(executed_of, level, lifted):
+    assert control.wider(level, executed_of) == lifted
+
+
+def test_promotion_lasts_until_a_later_probe_is_below():
+    settings = rules("method.curvature.tau_curv=10", method="triaccel_precision_curvature")
+    _, state = start(3, settings, native)
+    up, state = decide(signals(lambda_max=(11.0, 9.0, None)), state, settings, native)
+    assert up.promoted == (True, False, False) and up.requested == ("fp32", "bf16", "bf16")
+    kept, state = decide(signals(lambda_max=(None, 9.0, None), epoch=2), state, settings, native)
+    assert kept.promoted[0] and not kept.plan_changed
+    unread, state = decide(signals(lambda_max=(math.nan, 9.0, None), epoch=2), state, settings, native)
+    assert unread.promoted[0]
+    down, _ = decide(signals(lambda_max=(9.0, 9.0, None), epoch=3), state, settings, native)
+    assert down.promoted == (False, False, False) and set(down.requested) == {"bf16"}
+
+
+def test_auto_tau_curv_waits_for_every_layer():
+    settings = rules(method="triaccel_precision_curvature")
+    _, state = start(3, settings, native)
+    _, state = decide(signals(lambda_max=(1.0, 2.0, None)), state, settings, native)
+    assert state.tau_curv is None
+    decision, state = decide(signals(lambda_max=(1.0, 2.0, 100.0)), state, settings, native)
+    assert 2.0 < state.tau_curv < 100.0 and decision.promoted == (False, False, True)
+
+
+@pytest.mark.parametrize("value, rate", [
+    (0.0, 1.0), (20.0, 0.5), (-20.0, 1.0), (-1e9, 1.0), (1e12, 2e-11), (math.nan, 0.7), (math.inf, 0.7), (None, 0.7),
+])  # fmt: skip
+def test_rates_follow_the_printed_formula_and_stay_in_range(value, rate):
+    (found,) = control.rate_scales([value], [0.7], rules().curvature)
+    assert found == pytest.approx(rate) and 0.0 < found <= 1.0
+
+
+def memory(used, budget=1000, batch=96, free=None, too_large=None, executed=("bf16",), **changes):
+    settings = rules(*[f"method.batch.{key}={value}" for key, value in changes.items()]).batch
+    reading = signals(memory_bytes=used, budget_bytes=budget, free_bytes=free)
+    return control.next_batch(reading, batch, too_large or {}, executed, settings)
+
+
+@pytest.mark.parametrize("used, batch, expected, word", [
+    (700, 96, 128, "grow"), (749, 96, 128, "grow"), (750, 96, 96, "within"), (900, 96, 96, "within"),
+    (901, 96, 64, "shrink"), (950, 32, 32, "batch.min=32"), (100, 512, 512, "batch.max=512"), (100, 500, 512, "grow"),
+    (950, 40, 32, "shrink"), (None, 96, 96, "no memory reading"),
+])  # fmt: skip
+def test_batch_follows_the_printed_rule_within_bounds(used, batch, expected, word):
+    size, reason, _ = memory(used, batch=batch)
+    assert size == expected and word in reason
+
+
+def test_batch_holds_without_a_budget():
+    assert memory(100, budget=None)[0] == 96
+
+
+def test_a_size_that_was_too_large_is_not_tried_again_under_the_same_plan():
+    size, _, too_large = memory(950, batch=96)
+    assert size == 64
+    size, reason, _ = memory(600, batch=64, too_large=too_large)
+    assert size == 64 and "B=96 exceeded" in reason
+    assert memory(600, batch=64, too_large=too_large, executed=("fp16",))[0] == 96
+
+
+def test_growth_waits_for_free_memory_of_the_device():
+    size, reason, _ = memory(600, batch=96, free=150)
+    assert size == 96 and "150 bytes free" in reason
+    assert memory(600, batch=96, free=250)[0] == 128
+
+
+def test_batch_settles_inside_the_band_or_at_a_bound():
+    for fixed, per_sample in ((100, 5), (10, 9), (500, 2), (0, 1), (2000, 1)):
+        settings = rules()
+        _, state = start(1, settings, native)
+        sizes = []
+        for _ in range(40):
+            used = fixed + per_sample * state.batch
+            decision, state = decide(signals(memory_bytes=used, budget_bytes=1000), state, settings, native)
+            sizes.append(decision.batch)
+        assert len(set(sizes[-10:])) == 1, sizes
+        assert settings.batch.min <= sizes[-1] <= settings.batch.max
+
+
+@pytest.mark.parametrize("method, moves", [
+    ("fp32", set()), ("tf32", set()), ("amp", set()), ("triaccel_batch", {"batch"}), ("triaccel_precision", {"plan"}),
+    ("triaccel_curvature", {"rates"}), ("triaccel_precision_batch", {"plan", "batch"}),
+    ("triaccel_precision_curvature", {"plan", "rates"}), ("triaccel_curvature_batch", {"rates", "batch"}),
+    ("triaccel", {"plan", "rates", "batch"}),
+])  # fmt: skip
+def test_each_ablation_moves_its_own_switch_only(method, moves):
+    settings = rules(method=method)
+    first, state = start(3, settings, native)
+    for _ in range(3):
+        decision, state = decide(
+            signals(variance=(1e-9, 1e-5, 1.0), lambda_max=(1.0, 5.0, 50.0), memory_bytes=100, budget_bytes=1000),
+            state, settings, native,
+        )  # fmt: skip
+    changed = {
+        name
+        for name, same in (
+            ("plan", decision.executed == first.executed),
+            ("rates", decision.rates == first.rates),
+            ("batch", decision.batch == first.batch),
+        )
+        if not same
+    }
+    assert changed == moves

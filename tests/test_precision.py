@@ -1,0 +1,112 @@
+"""Layers run in their assigned dtype, meet without a mismatch, and a uniform plan is autocast."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from triaccel_bench import models, precision
+from triaccel_bench.configuration import compose
+
+ARCHITECTURES = ["resnet8", "resnet18", "resnet18_cifar", "efficientnet_b0"]
+
+
+def prepared(name: str):
+    torch.manual_seed(0)
+    network = models.build(compose([f"model={name}"]).model, 10)
+    precision.prepare(network)
+    return network
+
+
+def side(name: str) -> int:
+    return 8 if name == "resnet8" else 32
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_alternating_dtypes_train_and_evaluate(name):
+    network = prepared(name)
+    levels = itertools.cycle(("bf16", "fp32", "fp16"))
+    plan = [next(levels) for _ in network.layers]
+    precision.apply(network, plan)
+    assert list(precision.current(network)) == plan
+    images, labels = torch.randn(2, 3, side(name), side(name)), torch.tensor([1, 2])
+    logits = network.module(images)
+    loss = functional.cross_entropy(logits, labels)
+    loss.backward()
+    assert logits.dtype == torch.float32 and torch.isfinite(loss)
+    assert all(p.dtype == torch.float32 and p.grad.dtype == torch.float32 for p in network.module.parameters())
+    with torch.no_grad():
+        assert network.module.eval()(images).dtype == torch.float32
+
+
+def test_evaluation_uses_the_same_casts():
+    network = prepared("resnet8")
+    precision.apply(network, ["bf16"] * len(network.layers))
+    seen = {"train": [], "eval": []}
+    network.layers["layer2.conv2"].register_forward_hook(
+        lambda module, inputs, output: seen["train" if network.module.training else "eval"].append(output.dtype)
+    )
+    images = torch.randn(2, 3, 8, 8)
+    network.module.train()(images)
+    network.module.eval()(images)
+    assert seen["train"] == seen["eval"] == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("name", ["resnet8", "efficientnet_b0"])
+def test_uniform_plan_computes_what_autocast_computes(name):
+    network = prepared(name)
+    network.module.eval()  # no random depth or dropout, so that both see the same computation
+    plain = copy.deepcopy(network.module)
+    precision.apply(network, ["bf16"] * len(network.layers))
+    images, labels = torch.randn(2, 3, side(name), side(name)), torch.tensor([3, 4])
+    ours = network.module(images)
+    functional.cross_entropy(ours, labels).backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        reference = plain(images)
+    functional.cross_entropy(reference.float(), labels).backward()
+    assert torch.equal(ours, reference.float())
+    for mine, theirs in zip(network.module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=0, atol=0)
+
+
+def test_fp32_plan_is_the_plain_model():
+    network = prepared("resnet8")
+    torch.manual_seed(0)
+    plain = models.build(compose(["model=resnet8"]).model, 10).module
+    images = torch.randn(3, 3, 8, 8)
+    assert torch.equal(network.module(images), plain(images))
+    assert network.module.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_join_is_stored_in_the_consumers_dtype():
+    network = prepared("resnet8")
+    plan = dict.fromkeys(network.layers, "fp32") | {"layer1.conv2": "bf16", "layer2.conv1": "bf16"}
+    precision.apply(network, list(plan.values()))
+    seen = []
+    network.module.layer1.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    network.module(torch.randn(2, 3, 8, 8))
+    assert seen == [torch.bfloat16]
+
+
+@pytest.mark.parametrize("plan", [["fp32"], ["fp64"] * 10])
+def test_wrong_plans_are_refused(plan):
+    with pytest.raises(ValueError, match="expected 10 of"):
+        precision.apply(prepared("resnet8"), plan)
+
+
+def test_strict_fp32_restores_plan_and_flags_even_after_an_error():
+    network = prepared("resnet8")
+    plan = ["bf16"] * 9 + ["fp16"]
+    precision.apply(network, plan)
+    precision.allow_tf32(True)
+    try:
+        with pytest.raises(RuntimeError), precision.strict_fp32(network):
+            assert set(precision.current(network)) == {"fp32"}
+            assert not torch.backends.cudnn.allow_tf32 and not torch.backends.cuda.matmul.allow_tf32
+            raise RuntimeError
+        assert list(precision.current(network)) == plan
+        assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
+    finally:
+        precision.allow_tf32(False)

@@ -1,0 +1,116 @@
+"""One validator: every kind of wrong configuration ends in one sentence that names key, value and remedy."""
+
+import pytest
+
+from triaccel_bench.configuration import compose
+from triaccel_bench.settings import SettingsError, identity
+
+METHODS = [
+    "fp32", "tf32", "amp", "triaccel", "triaccel_batch", "triaccel_precision", "triaccel_curvature",
+    "triaccel_precision_batch", "triaccel_precision_curvature", "triaccel_curvature_batch",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_composes_and_carries_its_name(method):
+    settings = compose([f"method={method}"]).method
+    assert settings.name == method
+    switches = {"batch": settings.batch.elastic, "precision": settings.precision.adaptive, "curvature": settings.curvature.rates}
+    named = set(method.split("_")[1:]) or ({"batch", "precision", "curvature"} if method == "triaccel" else set())
+    assert {name for name, on in switches.items() if on} == named
+    assert settings.curvature.promotion == settings.curvature.rates
+
+
+@pytest.mark.parametrize("group, names", [
+    ("dataset", ["cifar10", "cifar100", "digits", "synthetic"]),
+    ("model", ["resnet18", "efficientnet_b0", "resnet18_cifar", "resnet8"]),
+    ("+experiment", ["smoke", "demo", "table1", "table2"]),
+])  # fmt: skip
+def test_every_group_composes(group, names):
+    for name in names:
+        settings = compose([f"{group}={name}"])
+        assert group == "+experiment" or getattr(settings, group).name == name
+
+
+def test_defaults_are_the_papers_where_it_states_them():
+    settings = compose()
+    curvature = settings.method.curvature
+    assert settings.seeds == (0, 1, 2)
+    assert settings.method.batch.initial == 96
+    assert (curvature.k, curvature.every, curvature.batch) == (5, 200, 32)
+    assert (settings.optimizer.momentum, settings.optimizer.warmup_epochs) == (0.9, 5)
+
+
+@pytest.mark.parametrize("overrides, parts", [
+    (["epochs=many"], ["epochs=many", "integer"]),
+    (["epochs=0"], ["epochs=0", "1"]),
+    (["epochs=1.5"], ["epochs=1.5", "integer"]),
+    (["seeds=[]"], ["seeds", "at least 1"]),
+    (["seeds=[1,1]"], ["seeds=[1, 1]", "distinct"]),
+    (["seeds=[-1]"], ["seeds.0=-1"]),
+    (["seeds=3"], ["seeds=3"]),
+    (["method.precision.tau_low=0.2", "method.precision.tau_high=0.1"], ["tau_low=0.2", "tau_high=0.1", "tau_low < tau_high"]),
+    (["method.precision.tau_low=0.1", "method.precision.tau_high=0.1"], ["tau_low < tau_high"]),
+    (["method.precision.tau_low=0.1"], ["tau_high=auto", "both"]),
+    (["method.precision.tau_low=-1", "method.precision.tau_high=1"], ["tau_low=-1"]),
+    (["optimizer.lr=-0.1"], ["optimizer.lr=-0.1", "greater than 0"]),
+    (["optimizer.lr=nan"], ["optimizer.lr", "finite"]),
+    (["optimizer.momentum=1"], ["optimizer.momentum=1"]),
+    (["method.batch.min=128"], ["min=128", "initial=96"]),
+    (["method.batch.rho_low=0.95"], ["rho_low=0.95", "rho_high=0.9"]),
+    (["method.batch.elastic=maybe"], ["elastic=maybe", "boolean"]),
+    (["method.curvature.k=0"], ["curvature.k=0"]),
+    (["device=tpu"], ["device=tpu"]),
+    (["device=cpu", "kernels=triton"], ["kernels=triton", "kernels=auto"]),
+    (["model.weights=/no/such/file"], ["/no/such/file", "no such file"]),
+    (["model=resnet8", "model.weights=imagenet"], ["weights=imagenet", "resnet18"]),
+    (["memory.budget=lots"], ["memory.budget=lots", "'fp32'"]),
+    (["memory.budget=-1"], ["memory.budget=-1"]),
+    (["dataset.evaluate_on=validation"], ["validation_fraction=0"]),
+    (["dataset.train_size=50"], ["initial=96", "train_size=50"]),
+    (["+colour=blue"], ["colour=blue", "unknown key"]),
+])  # fmt: skip
+def test_wrong_values_are_named(overrides, parts):
+    with pytest.raises(SettingsError) as caught:
+        compose(overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+def test_several_faults_are_all_named():
+    with pytest.raises(SettingsError) as caught:
+        compose(["epochs=0", "optimizer.lr=-1"])
+    assert "epochs=0" in str(caught.value) and "optimizer.lr=-1" in str(caught.value)
+
+
+def cell(*overrides: str, device: str = "card") -> str:
+    return identity(compose(list(overrides)), device)
+
+
+@pytest.mark.parametrize("override", ["seeds=[5]", "results.root=/elsewhere", "progress=plain", "dataset.root=/big/disk", "dataset.download=false"])
+def test_identity_ignores_what_cannot_change_a_result(override):
+    assert cell(override) == cell()
+
+
+@pytest.mark.parametrize("override", ["epochs=3", "optimizer.lr=0.2", "method.curvature.alpha=0.1", "model=resnet8", "memory.budget=device"])
+def test_identity_follows_what_can(override):
+    assert cell(override) != cell()
+    assert cell(device="other card") != cell()
+
+
+@pytest.mark.parametrize("override", [
+    "method.curvature.alpha=0.1", "method.precision.beta=0.5", "method.batch.up=8", "memory.budget=device",
+    "method.control.plan_changes_per_epoch=3",
+])  # fmt: skip
+def test_identity_of_fp32_ignores_switches_that_are_off(override):
+    assert cell("method=fp32", override) == cell("method=fp32")
+
+
+def test_identity_follows_the_data_file(tmp_path):
+    path = tmp_path / "data.npz"
+    path.write_bytes(b"one")
+    first = cell(f"dataset.path={path}")
+    path.write_bytes(b"three")
+    assert cell(f"dataset.path={path}") != first

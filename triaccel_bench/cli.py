@@ -1,0 +1,124 @@
+"""``triaccel-bench``: compose every job of the sweep, judge all of them, then run them.
+
+Exit codes: 0 done; 1 some runs failed (listed with reasons); 2 the configuration, device or
+data cannot be used; 130 interrupted (finished seeds are kept and reused).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import sys
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+
+from triaccel_bench.configuration import CONFIG_PACKAGE, to_settings
+from triaccel_bench.progress import open_reporter
+from triaccel_bench.runner import Outcome, run_cells
+from triaccel_bench.settings import Settings, SettingsError
+
+_LOCAL_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+
+
+def main() -> None:
+    """Console entry; never returns normally."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command line ``arguments`` and return the exit code."""
+    # Hydra would print a traceback hint and exit 1 by itself; with this it raises and we say it in a sentence.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    jobs: list[Settings] = []
+    outcomes: list[Outcome] = []
+
+    @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_PACKAGE}", config_name="config")
+    def job(config: DictConfig) -> None:
+        settings = to_settings(config)
+        if HydraConfig.get().launcher._target_ == _LOCAL_LAUNCHER:
+            # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
+            jobs.append(settings)
+        else:
+            # Another launcher (Slurm, say) has brought us to where the job is to run.
+            outcomes.extend(_run([settings]))
+
+    previous, sys.argv = sys.argv, ["triaccel-bench", *arguments]
+    try:
+        job()
+        outcomes.extend(_run(jobs))
+    except (HydraException, OmegaConfBaseException, SettingsError) as error:
+        print(f"triaccel-bench: {_sentence(error)}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("triaccel-bench: interrupted; finished seeds are kept, run the same command to go on", file=sys.stderr)
+        return 130
+    finally:
+        sys.argv = previous
+    return _exit_code(outcomes)
+
+
+def _run(jobs: list[Settings]) -> list[Outcome]:
+    if not jobs:
+        return []
+    with open_reporter(jobs[0].progress) as reporter:
+        outcomes = run_cells(jobs, reporter)
+        _summarise(outcomes, reporter)
+    return outcomes
+
+
+def _summarise(outcomes: list[Outcome], reporter) -> None:
+    from triaccel_bench.tables import render_records
+
+    paths = [outcome.path for outcome in outcomes if outcome.path is not None]
+    if paths:
+        reporter.line(render_records(paths))
+    for outcome in outcomes:
+        if outcome.status != "done":
+            reporter.line(f"{outcome.status}: {outcome.label} seed {outcome.seed}: {outcome.reason}")
+
+
+def _exit_code(outcomes: list[Outcome]) -> int:
+    statuses = {outcome.status for outcome in outcomes}
+    if "refused" in statuses:
+        return 2
+    return 0 if statuses <= {"done"} else 1
+
+
+def _sentence(error: Exception) -> str:
+    """One line: Hydra's and OmegaConf's messages span several, and the cause says more than the wrapper."""
+    message = str(error)
+    cause = error.__cause__
+    while cause is not None and isinstance(cause, (HydraException, OmegaConfBaseException)):
+        message, cause = f"{message} {cause}", cause.__cause__
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(("full_key:", "object_type=", "Check that the config"))]
+    text = " ".join(dict.fromkeys(lines))
+    return text + _suggestion(text)
+
+
+def _suggestion(text: str) -> str:
+    match = re.search(r"Key '([^']+)' is not in struct", text)
+    if match is None:
+        return ""
+    close = difflib.get_close_matches(match.group(1), _field_names(), n=1)
+    return f"; did you mean {close[0]}?" if close else "; `triaccel-bench --cfg job` lists every key"
+
+
+def _field_names() -> list[str]:
+    names: set[str] = set()
+    sections = [Settings]
+    while sections:
+        for name, field in sections.pop().model_fields.items():
+            names.add(name)
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                sections.append(field.annotation)
+    return sorted(names)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""The paper's section 3 as pure functions on the host: signals in, a decision out. No torch, no device.
+
+One call of ``decide`` is one pass of the unified loop (section 3.4): precision from gradient
+variance, promotion and per-layer rates from curvature, batch size from memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import quantiles
+
+from triaccel_bench.settings import BatchSettings, CurvatureSettings, MethodSettings, PrecisionSettings
+
+LEVELS = ("fp16", "bf16", "fp32")
+"""Dtypes in the paper's order, from narrow to wide."""
+
+WINDOWS_BEFORE_AUTO = 2
+"""Control windows of statistics before ``auto`` thresholds are taken from them."""
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What the loop reads at one control step. Sequences follow the order of the named layers."""
+
+    epoch: int
+    variance: tuple[float, ...] | None
+    """v_l(t), the EMA; ``None`` before the first applied step or when precision is static."""
+    lambda_max: tuple[float | None, ...] | None
+    """Newest max_i lambda_i(H_l); ``None`` for a layer not probed yet."""
+    memory_bytes: int | None
+    """MemUsage(t): peak of the last control window without the resident data set."""
+    budget_bytes: int | None
+    free_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """What the controller remembers between control steps."""
+
+    base: tuple[str, ...]
+    """Level by variance alone."""
+    promoted: tuple[bool, ...]
+    dwelt: tuple[int, ...]
+    """Control windows since each layer's base level last changed."""
+    rates: tuple[float, ...]
+    batch: int
+    windows: int = 0
+    tau_low: float | None = None
+    tau_high: float | None = None
+    tau_curv: float | None = None
+    changes_epoch: int = -1
+    changes: int = 0
+    too_large: dict[tuple[str, ...], int] = field(default_factory=dict)
+    """Smallest batch that exceeded rho_high, by executed plan: growth stops below it."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    requested: tuple[str, ...]
+    executed: tuple[str, ...]
+    promoted: tuple[bool, ...]
+    rates: tuple[float, ...]
+    batch: int
+    batch_reason: str
+    plan_changed: bool
+
+
+def start(layers: int, rules: MethodSettings, executed_of: Callable[[str], str]) -> tuple[Decision, State]:
+    """Every layer in ``method.dtype``, full rates, batch B0."""
+    state = State(
+        base=(rules.dtype,) * layers,
+        promoted=(False,) * layers,
+        dwelt=(rules.precision.dwell,) * layers,
+        rates=(1.0,) * layers,
+        batch=rules.batch.initial,
+        tau_low=_number(rules.precision.tau_low),
+        tau_high=_number(rules.precision.tau_high),
+        tau_curv=_number(rules.curvature.tau_curv),
+    )
+    requested = state.base
+    executed = tuple(map(executed_of, requested))
+    return Decision(requested, executed, state.promoted, state.rates, state.batch, "start", False), state
+
+
+def decide(
+    signals: Signals, state: State, rules: MethodSettings, executed_of: Callable[[str], str]
+) -> tuple[Decision, State]:
+    """One pass of section 3.4.
+
+    ``executed_of`` maps a requested dtype to the one the device runs for it. A change of plan
+    beyond ``control.plan_changes_per_epoch`` waits for the next epoch; rates and batch do not.
+    """
+    before = plan(state, executed_of)
+    state = replace(state, windows=state.windows + 1, dwelt=tuple(n + 1 for n in state.dwelt))
+    state = _thresholds(signals, state, rules)
+
+    proposal = state
+    if rules.precision.adaptive and signals.variance is not None and state.tau_low is not None:
+        proposal = _assign(signals.variance, proposal, rules.precision)
+    if rules.curvature.promotion and signals.lambda_max is not None and state.tau_curv is not None:
+        proposal = replace(proposal, promoted=promotions(signals.lambda_max, state.promoted, state.tau_curv))
+
+    after = plan(proposal, executed_of)
+    changed = after != before
+    if changed:
+        changes = state.changes if state.changes_epoch == signals.epoch else 0
+        if changes < rules.control.plan_changes_per_epoch:
+            state = replace(proposal, changes_epoch=signals.epoch, changes=changes + 1)
+        else:
+            after, changed = before, False
+    else:
+        state = proposal
+
+    if rules.curvature.rates and signals.lambda_max is not None:
+        state = replace(state, rates=rate_scales(signals.lambda_max, state.rates, rules.curvature))
+
+    executed_before = tuple(map(executed_of, before))
+    reason = "fixed"
+    if rules.batch.elastic:
+        # The reading was taken under the plan in force during the window, not under the next one.
+        batch, reason, too_large = next_batch(signals, state.batch, state.too_large, executed_before, rules.batch)
+        state = replace(state, batch=batch, too_large=too_large)
+    executed = tuple(map(executed_of, after))
+    return Decision(after, executed, state.promoted, state.rates, state.batch, reason, changed), state
+
+
+def plan(state: State, executed_of: Callable[[str], str]) -> tuple[str, ...]:
+    """The requested plan: the level by variance, one executed step wider where promoted."""
+    return tuple(
+        wider(level, executed_of) if lifted else level
+        for level, lifted in zip(state.base, state.promoted, strict=True)
+    )
+
+
+def wider(level: str, executed_of: Callable[[str], str]) -> str:
+    """The next level up whose executed dtype is wider; the level itself where there is none.
+
+    On a card without native BF16 the step up from FP16 is FP32, not a BF16 that runs as FP16 again.
+    """
+    here = LEVELS.index(executed_of(level))
+    for candidate in LEVELS[LEVELS.index(level) + 1 :]:
+        if LEVELS.index(executed_of(candidate)) > here:
+            return candidate
+    return level
+
+
+def level_by_variance(variance: float, tau_low: float, tau_high: float) -> str:
+    """p_l(t) of section 3.1. A NaN fails every comparison of the formula; it gets the widest dtype."""
+    if variance < tau_low:
+        return "fp16"
+    if variance < tau_high:
+        return "bf16"
+    return "fp32"
+
+
+def level_with_hysteresis(current: str, variance: float, tau_low: float, tau_high: float, width: float) -> str:
+    """As ``level_by_variance``, but a threshold must be passed by sqrt(``width``) to be crossed either way."""
+    margin = math.sqrt(width)
+    # Going up needs v >= tau * margin, going down v < tau / margin; between the two the layer stays.
+    if variance != variance:
+        return "fp32"
+    up = level_by_variance(variance, tau_low * margin, tau_high * margin)
+    down = level_by_variance(variance, tau_low / margin, tau_high / margin)
+    here = LEVELS.index(current)
+    if LEVELS.index(up) > here:
+        return up
+    if LEVELS.index(down) < here:
+        return down
+    return current
+
+
+def promotions(lambda_max: Sequence[float | None], promoted: Sequence[bool], tau_curv: float) -> tuple[bool, ...]:
+    """Section 3.2: above tau_curv a layer is lifted until a later probe is below; unknown keeps what was."""
+    return tuple(
+        was if value is None or not math.isfinite(value) else value > tau_curv
+        for value, was in zip(lambda_max, promoted, strict=True)
+    )
+
+
+def rate_scales(
+    lambda_max: Sequence[float | None], rates: Sequence[float], rules: CurvatureSettings
+) -> tuple[float, ...]:
+    """eta_l / eta_0 = 1 / (1 + alpha * max(0, max_i lambda_i)) (section 3.2); always in (0, 1].
+
+    Negative curvature counts as none: the printed formula divides by zero at lambda = -1 / alpha.
+    A value that is missing or not finite keeps the layer's last rate.
+    """
+    return tuple(
+        rate if value is None or not math.isfinite(value) else 1.0 / (1.0 + rules.alpha * max(0.0, value))
+        for value, rate in zip(lambda_max, rates, strict=True)
+    )
+
+
+def next_batch(
+    signals: Signals, batch: int, too_large: dict[tuple[str, ...], int], executed: tuple[str, ...], rules: BatchSettings
+) -> tuple[int, str, dict[tuple[str, ...], int]]:
+    """B(t+1) of section 3.3, one rung at a time, with the reason in words.
+
+    A size that exceeded rho_high is remembered for the plan it ran under, so that a rung
+    wider than the band between the thresholds cannot make B swing for ever.
+    """
+    used, budget = signals.memory_bytes, signals.budget_bytes
+    if used is None or budget is None:
+        return batch, "hold: no memory reading", too_large
+    share = used / budget
+    if share > rules.rho_high:
+        too_large = {**too_large, executed: min(batch, too_large.get(executed, batch))}
+        smaller = max(rules.min, batch - rules.down)
+        if smaller == batch:
+            return batch, f"hold: {share:.3f} of MemMax is above {rules.rho_high}, but batch.min={rules.min}", too_large
+        return smaller, f"shrink: {share:.3f} of MemMax is above {rules.rho_high}", too_large
+    if share >= rules.rho_low:
+        return batch, f"hold: {share:.3f} of MemMax lies within [{rules.rho_low}, {rules.rho_high}]", too_large
+    larger = min(rules.max, batch + rules.up)
+    below = f"{share:.3f} of MemMax is below {rules.rho_low}"
+    if larger == batch:
+        return batch, f"hold: {below}, but batch.max={rules.max}", too_large
+    if larger >= too_large.get(executed, larger + 1):
+        return batch, f"hold: {below}, but B={too_large[executed]} exceeded {rules.rho_high} under this plan", too_large
+    # The whole usage scaled by the growth is an upper bound: weights and their state do not grow with B.
+    if signals.free_bytes is not None and used * (larger - batch) / batch > signals.free_bytes:
+        return batch, f"hold: {below}, but the device has only {signals.free_bytes} bytes free", too_large
+    return larger, f"grow: {below}", too_large
+
+
+def _assign(variance: Sequence[float], state: State, rules: PrecisionSettings) -> State:
+    base, dwelt = [], []
+    for level, value, since in zip(state.base, variance, state.dwelt, strict=True):
+        proposed = level_with_hysteresis(level, value, state.tau_low, state.tau_high, rules.hysteresis)
+        if proposed != level and since < rules.dwell:
+            proposed = level
+        base.append(proposed)
+        dwelt.append(since if proposed == level else 0)
+    return replace(state, base=tuple(base), dwelt=tuple(dwelt))
+
+
+def _thresholds(signals: Signals, state: State, rules: MethodSettings) -> State:
+    """Fix ``auto`` thresholds once from what was seen: tau_low/high after two windows, tau_curv once every layer has a value."""
+    if rules.precision.adaptive and state.tau_low is None and state.windows >= WINDOWS_BEFORE_AUTO:
+        if signals.variance is not None and len(seen := _finite(signals.variance)) >= 2:
+            state = replace(state, tau_low=_quantile(seen, 0.5), tau_high=_quantile(seen, 0.9))
+    if rules.curvature.promotion and state.tau_curv is None and signals.lambda_max is not None:
+        if all(value is not None for value in signals.lambda_max) and len(seen := _finite(signals.lambda_max)) >= 2:
+            state = replace(state, tau_curv=_quantile(seen, 0.9))
+    return state
+
+
+def _finite(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    """Linear interpolation between order statistics, in tenths."""
+    return quantiles(values, n=10, method="inclusive")[round(share * 10) - 1]
+
+
+def _number(value: str | float) -> float | None:
+    return None if isinstance(value, str) else float(value)

@@ -1,0 +1,124 @@
+"""FP32, AMP, Tri-Accel and its ablations behind one protocol: they differ in switches, not in classes.
+
+The trainer asks a ``Method`` when to probe and what to do next; it does not know which
+switches are on. A static method answers "as before" to every question.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from triaccel_bench import control, precision
+from triaccel_bench.curvature import HessianEstimator, Probe, Spectrum
+from triaccel_bench.hardware import Hardware, executed_dtype
+from triaccel_bench.models import Network
+from triaccel_bench.paper import printed_vram_bytes
+from triaccel_bench.settings import MethodSettings, Settings
+
+
+@dataclass(frozen=True)
+class LayerCurvature:
+    """The newest spectrum of a layer and the step it was read at."""
+
+    spectrum: Spectrum
+    step: int
+
+
+class Method:
+    """The controller of one run: its state, its curvature estimator, and the current decision."""
+
+    def __init__(self, settings: MethodSettings, network: Network, hardware: Hardware, seed: int) -> None:
+        self.settings = settings
+        self._network = network
+        self._executed_of = lambda requested: executed_dtype(requested, hardware, settings.precision)
+        self.decision, self.state = control.start(len(network.layers), settings, self._executed_of)
+        self.curvature: dict[str, LayerCurvature] = {}
+        self._unreadable: set[str] = set()
+        self._probe_seconds = 0.0
+        self._estimator = (
+            HessianEstimator(network.module, network.layers, settings.curvature, seed)
+            if settings.probes_curvature
+            else None
+        )
+
+    def probe_due(self, step: int) -> bool:
+        """Every T_curv steps (section 4.3), for methods that read curvature."""
+        return self._estimator is not None and step % self.settings.curvature.every == 0
+
+    def probe(self, images: Tensor, labels: Tensor, step: int, training_seconds: float) -> Probe | None:
+        """Refresh as many layers' spectra as ``curvature.max_overhead`` allows; ``None`` when the share is used up.
+
+        Args:
+            training_seconds: wall-clock of training so far, probes excluded.
+        """
+        allowance = self.settings.curvature.max_overhead * training_seconds - self._probe_seconds
+        if allowance <= 0 and self._probe_seconds > 0:
+            return None
+        with precision.strict_fp32(self._network):
+            probe = self._estimator.probe(images, labels, max(allowance, 0.0))
+        self._probe_seconds += probe.seconds
+        for name, spectrum in zip(probe.layers, probe.spectra, strict=True):
+            if spectrum.eigenvalues:
+                self.curvature[name] = LayerCurvature(spectrum, step)
+            else:
+                self._unreadable.add(name)
+        return probe
+
+    def decide(
+        self,
+        epoch: int,
+        variance: tuple[float, ...] | None,
+        memory_bytes: int | None,
+        budget_bytes: int | None,
+        free_bytes: int | None,
+    ) -> tuple[control.Signals, control.Decision]:
+        """One pass of the unified loop (section 3.4) over the newest signals."""
+        signals = control.Signals(epoch, variance, self.lambda_max(), memory_bytes, budget_bytes, free_bytes)
+        self.decision, self.state = control.decide(signals, self.state, self.settings, self._executed_of)
+        return signals, self.decision
+
+    def lambda_max(self) -> tuple[float | None, ...] | None:
+        """Newest largest eigenvalue of each layer; NaN where it was probed and could not be read."""
+        if not self.curvature:
+            return None
+        return tuple(self._newest(name) for name in self._network.layers)
+
+    def _newest(self, name: str) -> float | None:
+        if name in self.curvature:
+            return self.curvature[name].spectrum.eigenvalues[0]
+        return math.nan if name in self._unreadable else None
+
+
+def resolve_budget(
+    settings: Settings, hardware: Hardware, calibrate: Callable[[], int | None]
+) -> tuple[int | None, str | None]:
+    """MemMax of section 3.3 in bytes and where it came from; ``(None, None)`` if the method does not use one.
+
+    ``calibrate`` runs FP32 at B0 in this process and returns the meter's peak.
+
+    Raises:
+        ValueError: ``memory.budget=paper`` for a cell that the paper does not print, or ``device`` without a card.
+    """
+    budget = settings.memory.budget
+    if not settings.method.batch.elastic and not settings.memory.enforce:
+        return None, None
+    if budget == "fp32":
+        steps = settings.memory.calibration_steps
+        return calibrate(), f"fp32: {steps} FP32 steps at B={settings.method.batch.initial}"
+    if budget == "paper":
+        printed = printed_vram_bytes(settings.dataset.name, settings.model.name)
+        if printed is None:
+            raise ValueError(
+                f"memory.budget=paper, dataset={settings.dataset.name}, model={settings.model.name}: "
+                "expected a cell that Table 1 prints; use memory.budget=fp32 or a number of GB"
+            )
+        return printed, "paper: FP32 VRAM of this cell in Table 1"
+    if budget == "device":
+        if hardware.total_bytes is None:
+            raise ValueError("memory.budget=device: expected a CUDA device; use memory.budget=fp32 or a number of GB")
+        return hardware.total_bytes, "device: total memory"
+    return round(budget * 1e9), f"{budget} GB"

@@ -1,0 +1,194 @@
+"""The four architectures, their named layers, and the places where two branches meet.
+
+A *layer* is a module with a weight matrix or kernel (convolution, linear); it is what the
+paper's index l runs over. A *join* is where two branches of unlike dtype may meet: the
+residual addition, and the squeeze-and-excitation product. A join hands its result on in the
+dtype of the layer that consumes it, so that a plan, not type promotion, decides what is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.efficientnet import MBConv
+from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.ops import SqueezeExcitation
+
+from triaccel_bench.settings import ModelSettings
+
+LAYER_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
+
+
+@dataclass(frozen=True)
+class Network:
+    module: nn.Module
+    layers: dict[str, nn.Module]
+    """Named layers in order of definition, which is the order of the forward pass."""
+    joins: tuple[tuple[nn.Module, str], ...]
+    """(module with a ``join_dtype``, name of the layer that consumes its result)."""
+
+
+class WeightsError(ValueError):
+    """A state dict that does not fit the model; the message names the file and the first mismatch."""
+
+
+def build(model: ModelSettings, num_classes: int) -> Network:
+    """Build an architecture on the CPU, initialised from torch's global generator.
+
+    Raises:
+        WeightsError: ``model.weights`` names a file that does not fit.
+    """
+    module = _BUILDERS[model.name](num_classes)
+    if model.weights == "imagenet":
+        _load(module, _imagenet_state(model.name), "ImageNet weights")
+    elif model.weights != "none":
+        _load(module, _file_state(Path(model.weights)), model.weights)
+    return describe(module)
+
+
+def describe(module: nn.Module) -> Network:
+    """Find the layers and joins of any module; known residual blocks get joins that follow their consumer."""
+    layers = {name: child for name, child in module.named_modules() if isinstance(child, LAYER_TYPES)}
+    names = list(layers)
+    joins = []
+    for path, child in module.named_modules():
+        join_type = _JOIN_TYPES.get(type(child), type(child) if type(child) in _JOIN_TYPES.values() else None)
+        if join_type is None or not getattr(child, "use_res_connect", True):
+            continue
+        inside = [index for index, name in enumerate(names) if name.startswith(f"{path}.")]
+        following = inside[-1] + 1
+        if following < len(names):
+            child.__class__ = join_type
+            child.join_dtype = None
+            joins.append((child, names[following]))
+    return Network(module, layers, tuple(joins))
+
+
+def join_sum(left: Tensor, right: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """left + right, summed in the wider of the two dtypes and handed on in ``dtype`` (None: the promoted one)."""
+    if left.dtype == right.dtype and dtype in (None, left.dtype):
+        return left.add_(right)
+    total = left + right
+    return total if dtype is None else total.to(dtype)
+
+
+class _JoinedBasicBlock(BasicBlock):
+    join_dtype: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        identity = x if self.downsample is None else self.downsample(x)
+        return self.relu(join_sum(out, identity, self.join_dtype))
+
+
+class _JoinedMBConv(MBConv):
+    join_dtype: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.block(x)
+        if not self.use_res_connect:
+            return out
+        return join_sum(self.stochastic_depth(out), x, self.join_dtype)
+
+
+class _JoinedSqueezeExcitation(SqueezeExcitation):
+    join_dtype: torch.dtype | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = self._scale(x) * x
+        return product if self.join_dtype is None else product.to(self.join_dtype)
+
+
+_JOIN_TYPES = {
+    BasicBlock: _JoinedBasicBlock,
+    MBConv: _JoinedMBConv,
+    SqueezeExcitation: _JoinedSqueezeExcitation,
+}
+
+
+def _resnet18(num_classes: int) -> nn.Module:
+    return torchvision.models.resnet18(num_classes=num_classes)
+
+
+def _resnet18_cifar(num_classes: int) -> nn.Module:
+    module = torchvision.models.resnet18(num_classes=num_classes)
+    module.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
+    nn.init.kaiming_normal_(module.conv1.weight, mode="fan_out", nonlinearity="relu")
+    module.maxpool = nn.Identity()
+    return module
+
+
+def _efficientnet_b0(num_classes: int) -> nn.Module:
+    return torchvision.models.efficientnet_b0(num_classes=num_classes)
+
+
+class ResNet8(nn.Module):
+    """CIFAR ResNet of He et al. (2016), section 4.2, with n = 1: three stages of one block, 16-32-64 channels."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(16)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = BasicBlock(16, 16)
+        self.layer2 = BasicBlock(16, 32, stride=2, downsample=_shortcut(16, 32))
+        self.layer3 = BasicBlock(32, 64, stride=2, downsample=_shortcut(32, 64))
+        self.fc = nn.Linear(64, num_classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.fc(x.mean(dim=(2, 3)))
+
+
+def _shortcut(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride=2, bias=False), nn.BatchNorm2d(outputs))
+
+
+_BUILDERS = {
+    "resnet18": _resnet18,
+    "resnet18_cifar": _resnet18_cifar,
+    "efficientnet_b0": _efficientnet_b0,
+    "resnet8": ResNet8,
+}
+
+
+def _imagenet_state(name: str) -> dict[str, Tensor]:
+    weights = torchvision.models.get_model_weights(name).DEFAULT
+    return weights.get_state_dict(progress=False, check_hash=True)
+
+
+def _file_state(path: Path) -> dict[str, Tensor]:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise WeightsError(f"model.weights={path}: expected a state dict saved by torch.save; {error}") from None
+
+
+def _load(module: nn.Module, state: dict[str, Tensor], source: str) -> None:
+    """Load every tensor but a classifier made for another number of classes."""
+    own = module.state_dict()
+    head = ("fc." if isinstance(module, (ResNet, ResNet8)) else "classifier.")
+    fits = {
+        key: value
+        for key, value in state.items()
+        if not (key.startswith(head) and key in own and own[key].shape != value.shape)
+    }
+    missing = sorted(key for key in own.keys() - fits.keys() if not key.startswith(head))
+    unfit = sorted(
+        key for key, value in fits.items() if key not in own or own[key].shape != getattr(value, "shape", None)
+    )
+    if missing or unfit:
+        raise WeightsError(
+            f"{source}: expected the tensors of {type(module).__name__}; "
+            f"{len(missing)} missing {missing[:1]}, {len(unfit)} unknown or of another shape {unfit[:1]}"
+        )
+    module.load_state_dict(fits, strict=False)

@@ -1,0 +1,138 @@
+"""What a person sees while runs go on: a live bar on a terminal, whole plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+MEMORY_LABEL = {"vram": "VRAM", "tensors": "tensors (not VRAM)", "off": "VRAM"}
+
+
+class Reporter(Protocol):
+    def start(self, label: str, meter: str) -> None:
+        """A run begins; ``meter`` is the setting ``memory.meter``."""
+
+    def progress(self, payload: dict[str, Any]) -> None: ...
+
+    def epoch(self, payload: dict[str, Any], epochs: int) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+
+class Silent(AbstractContextManager):
+    def __exit__(self, *exception) -> None: ...
+
+    def start(self, label: str, meter: str) -> None: ...
+
+    def progress(self, payload: dict[str, Any]) -> None: ...
+
+    def epoch(self, payload: dict[str, Any], epochs: int) -> None: ...
+
+    def line(self, text: str) -> None: ...
+
+
+class Plain(Silent):
+    """One line an epoch and a note; never wrapped, never cut."""
+
+    def __init__(self, now=time.monotonic) -> None:
+        self._now = now
+        self._label, self._meter, self._started = "", "vram", now()
+
+    def start(self, label: str, meter: str) -> None:
+        self._label, self._meter, self._started = label, meter, self._now()
+
+    def epoch(self, payload: dict[str, Any], epochs: int) -> None:
+        elapsed = self._now() - self._started
+        left = elapsed / payload["epoch"] * (epochs - payload["epoch"])
+        self.line(f"{self._label}  {epoch_text(payload, epochs, self._meter)}  {_clock(left)} left")
+
+    def line(self, text: str) -> None:
+        print(text, flush=True)
+
+
+class Live(Plain):
+    """Plain's lines above a rich bar with loss, accuracy, B, memory, precision mix and time left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=16),
+            TaskProgressColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            transient=True,
+        )
+        self._task = None
+
+    def __enter__(self) -> Live:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        self._bar.stop()
+
+    def start(self, label: str, meter: str) -> None:
+        super().start(label, meter)
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(label, total=1.0, figures="starting")
+
+    def progress(self, payload: dict[str, Any]) -> None:
+        text = (
+            f"loss {_number(payload['loss'], '.3f')}  train {payload['accuracy_percent']:.1f} %  "
+            f"B {payload['batch']}  {memory_text(payload['memory_bytes'], self._meter)}  {mix(payload['layers_executed'])}"
+        )
+        self._bar.update(self._task, completed=payload["share"], figures=text)
+
+    def line(self, text: str) -> None:
+        self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def open_reporter(kind: str) -> Silent:
+    """``auto`` is live on a terminal and plain in a pipe, a log or a notebook cell."""
+    if kind == "none":
+        return Silent()
+    if kind == "rich" or (kind == "auto" and sys.stdout.isatty()):
+        return Live()
+    return Plain()
+
+
+def epoch_text(payload: dict[str, Any], epochs: int, meter: str) -> str:
+    """One epoch's figures in one line; ``payload`` is an ``EpochRecord`` as a dictionary."""
+    peaks = [p for p in (payload["memory_peak_bytes"], payload["probe_peak_bytes"]) if p is not None]
+    low, high = payload["batch_min"], payload["batch_max"]
+    return "  ".join(
+        (
+            f"epoch {payload['epoch']}/{epochs}",
+            f"loss {_number(payload['train_loss'], '.3f')}",
+            f"accuracy {_number(payload['evaluation_accuracy_percent'], '.2f')} %",
+            f"B {payload['batch_mean']:.0f} ({low}-{high})" if low != high else f"B {low}",
+            memory_text(max(peaks, default=None), meter),
+            mix(payload["layers_executed"]),
+            f"{payload['train_seconds']:.2f} s",
+        )
+    )
+
+
+def memory_text(count: int | None, meter: str) -> str:
+    return f"{MEMORY_LABEL[meter]} {'n/a' if count is None else f'{count / 1e9:.3f} GB'}"
+
+
+def mix(layers: dict[str, int]) -> str:
+    """Number of layers by executed dtype, widest last."""
+    return " ".join(f"{level}:{layers[level]}" for level in ("fp16", "bf16", "fp32") if layers.get(level))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

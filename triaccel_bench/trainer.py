@@ -1,0 +1,355 @@
+"""The loop: epochs of steps, a control step every T_ctrl, a curvature probe every T_curv, an evaluation an epoch.
+
+The trainer is the only writer: plan, layer rates, batch size, weights and optimizer state
+change here or not at all. It does not know which method it runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from triaccel_bench import models, precision
+from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet, draw
+from triaccel_bench.engine import Engine, Reading
+from triaccel_bench.hardware import Hardware, executed_dtype
+from triaccel_bench.meters import Clock, open_meter
+from triaccel_bench.methods import Method, resolve_budget
+from triaccel_bench.records import DecisionTrace, EpochRecord, LayerRecord, ProbeTrace, RunRecord, Trace, finite
+from triaccel_bench.schedule import batch_rate_factor, make_schedule
+from triaccel_bench.settings import Settings
+
+WARM_UP_STEPS = 2
+"""Steps of a throw-away copy before the first epoch's clock: library start-up and kernel compilation."""
+
+Emit = Callable[[str, dict[str, Any]], None]
+
+
+class Diverged(RuntimeError):
+    """More non-finite steps in a row than ``method.loss_scale.max_consecutive_skips``."""
+
+
+@dataclass
+class _Peaks:
+    """Peak bytes since the last control step, and of the epoch; ``None`` where nothing was measured."""
+
+    window: int | None = None
+    epoch: int | None = None
+    probe: int | None = None
+
+
+class Trainer:
+    """One (cell, seed) on one device.
+
+    Args:
+        run: the record to fill in; it is filled as training goes on, so that a run that ends early leaves what it had.
+        emit: receives ``("progress" | "epoch" | "note", payload)``.
+    """
+
+    def __init__(
+        self, settings: Settings, seed: int, hardware: Hardware, images: ImageSet, run: RunRecord, emit: Emit
+    ) -> None:
+        self.settings, self.seed, self.hardware, self.run, self.emit = settings, seed, hardware, run, emit
+        self.clock = Clock(hardware.device)
+        precision.allow_tf32(settings.method.tf32)
+        self.data = DeviceData(images, settings.dataset, settings.model.input_size, hardware.device)
+        run.dataset_bytes = self.data.bytes
+        run.train_samples, run.evaluation_samples = self.data.train_count, self.data.eval_count
+
+        started = self.clock.read()
+        self._scratch(None, WARM_UP_STEPS)
+        self.budget_bytes, run.budget_source = resolve_budget(
+            settings, hardware, lambda: self._scratch("fp32", settings.memory.calibration_steps)
+        )
+        run.budget_bytes = self.budget_bytes
+        if settings.memory.enforce and self.budget_bytes is not None:
+            share = (self.budget_bytes + self.data.bytes) / hardware.total_bytes
+            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), hardware.device)
+
+        torch.manual_seed(seed)
+        self.network, self.method, self.engine = self._assemble()
+        self.meter = open_meter(
+            settings.memory.meter, hardware, self.data.bytes, self.network.module, self.engine.state_bytes
+        )
+        run.meter, run.meter_reason = self.meter.name, self.meter.reason
+        self.trace = Trace(layers=list(self.network.layers))
+        self.peaks = _Peaks()
+        self._record_next = True
+        self.step = 0
+        self.training_seconds = 0.0
+        self.batch_counts: Counter[int] = Counter()
+        run.first_use_seconds = self.clock.read() - started
+
+    def _assemble(self) -> tuple[models.Network, Method, Engine]:
+        settings = self.settings
+        network = models.build(settings.model, settings.dataset.num_classes)
+        network.module.to(self.hardware.device).train()
+        precision.prepare(network)
+        method = Method(settings.method, network, self.hardware, self.seed)
+        schedule = make_schedule(
+            settings.optimizer.lr, settings.epochs, settings.optimizer.warmup_epochs, self.data.train_count
+        )
+        engine = Engine(
+            network, settings.method, settings.optimizer, schedule, self.hardware.kernels, method.decision.executed
+        )
+        return network, method, engine
+
+    def _scratch(self, level: str | None, steps: int) -> int | None:
+        """Train a throw-away copy at B0 under one requested dtype (``None``: the method's) and return the meter's peak."""
+        torch.manual_seed(self.seed)
+        network, method, engine = self._assemble()
+        if level is not None:
+            executed = executed_dtype(level, self.hardware, self.settings.method.precision)
+            engine.set_plan([executed] * len(network.layers))
+        meter = open_meter(
+            self.settings.memory.meter, self.hardware, self.data.bytes, network.module, engine.state_bytes
+        )
+        meter.begin_window()
+        draws = draw(self.data.train_count, self.settings.dataset, self.seed, 0, self.hardware.device)
+        batch = min(self.settings.method.batch.initial, self.data.train_count)
+        indices = torch.arange(batch, device=self.hardware.device)
+        for _ in range(steps):
+            with meter.recording():
+                images, labels = self.data.train_batch(indices, draws)
+                loss, logits = engine.forward_backward(images, labels)
+            engine.update(loss, logits, labels)
+        self.clock.read()
+        peak = meter.window_peak_bytes()
+        del network, method, engine, meter, images, labels, loss, logits
+        gc.collect()
+        if self.hardware.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return peak
+
+    def train(self) -> Trace:
+        """Run every epoch; the record given to the constructor and the returned trace are complete afterwards.
+
+        Raises:
+            Diverged: too many non-finite steps in a row.
+        """
+        before = self.engine.read()
+        for epoch in range(1, self.settings.epochs + 1):
+            record, before = self._epoch(epoch, before)
+            self.run.epochs.append(record)
+            self.emit("epoch", record.model_dump())
+        self.finish()
+        return self.trace
+
+    def _epoch(self, epoch: int, before: Reading) -> tuple[EpochRecord, Reading]:
+        self.peaks = _Peaks()
+        self.meter.begin_window()
+        self._record_next = True
+        plan_changes = 0
+        probe_seconds = 0.0
+        sizes: list[int] = []
+        sampler = ElasticSampler(self.data.train_count, self.seed, epoch, self.hardware.device)
+        started = self.clock.read()
+        earlier_seconds = self.training_seconds
+        draws = draw(self.data.train_count, self.settings.dataset, self.seed, epoch, self.hardware.device)
+        while sampler.remaining:
+            indices = sampler.take(self.method.decision.batch)
+            self._train_step(indices, draws)
+            sizes.append(len(indices))
+            if self.method.probe_due(self.step):
+                self.training_seconds = earlier_seconds + self.clock.read() - started - probe_seconds
+                probe_seconds += self._probe()
+            if self.step % self.settings.method.control.interval == 0:
+                plan_changes += self._control(epoch, sampler.taken, before)
+        elapsed = self.clock.read() - started
+        self.training_seconds = earlier_seconds + elapsed - probe_seconds
+        reading = self.engine.read()
+        self._close_window()
+        self._check(reading)
+
+        evaluation_started = self.clock.read()
+        loss_sum, correct, samples = self.engine.evaluate(self.data.eval_batches(self.settings.evaluation.batch))
+        evaluation_seconds = self.clock.read() - evaluation_started
+        self.peaks.epoch = _largest(self.peaks.epoch, self.peaks.window, self.meter.window_peak_bytes())
+        self.batch_counts.update(sizes)
+        record = self._epoch_record(epoch, before, reading, sizes)
+        record.train_seconds = elapsed
+        record.probe_seconds = probe_seconds
+        record.plan_changes = plan_changes
+        record.evaluation_loss = finite(loss_sum / samples)
+        record.evaluation_accuracy_percent = 100.0 * correct / samples
+        record.evaluation_samples = samples
+        record.evaluation_seconds = evaluation_seconds
+        return record, reading
+
+    def _train_step(self, indices: torch.Tensor, draws) -> None:
+        recording = self.meter.recording() if self._record_next else nullcontext()
+        with recording:
+            images, labels = self.data.train_batch(indices, draws)
+            loss, logits = self.engine.forward_backward(images, labels)
+        self.engine.update(loss, logits, labels)
+        self._record_next = False
+        self.step += 1
+
+    def _probe(self) -> float:
+        """Read curvature; its peak is kept apart from the training window's. Returns the seconds it took."""
+        self._close_window()
+        started = self.clock.read()
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
+        count = min(self.settings.method.curvature.batch, self.data.train_count)
+        chosen = torch.randperm(self.data.train_count, generator=generator)[:count]
+        images, labels = self.data.plain_batch(chosen.to(self.hardware.device))
+        probe = self.method.probe(images, labels, self.step, self.training_seconds)
+        seconds = self.clock.read() - started
+        peak = self.meter.window_peak_bytes()
+        self.meter.begin_window()
+        if probe is None:
+            return seconds
+        self.peaks.probe = _largest(self.peaks.probe, peak)
+        self.trace.probes.append(
+            ProbeTrace(
+                step=self.step,
+                seconds=seconds,
+                peak_bytes=peak,
+                layers=list(probe.layers),
+                eigenvalues=[list(spectrum.eigenvalues) for spectrum in probe.spectra],
+                iterations=[spectrum.iterations for spectrum in probe.spectra],
+                converged=[spectrum.converged for spectrum in probe.spectra],
+            )
+        )
+        return seconds
+
+    def _control(self, epoch: int, samples_done: int, epoch_start: Reading) -> bool:
+        """One control step (section 3.4): one read-back, one decision, put in force. Returns whether the plan changed."""
+        reading = self.engine.read()
+        self._check(reading)
+        self._close_window()
+        memory_bytes, self.peaks.window = self.peaks.window, None
+        self.peaks.epoch = _largest(self.peaks.epoch, memory_bytes)
+        free_bytes = self.meter.readings().free_bytes
+        before = self.method.decision
+        signals, decision = self.method.decide(epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes)
+        if decision.executed != before.executed:
+            self.engine.set_plan(decision.executed)
+        if decision.rates != before.rates or decision.batch != before.batch:
+            rules = self.settings.method.batch
+            self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
+        self._record_next = True
+        self.trace.decisions.append(
+            DecisionTrace(
+                step=self.step,
+                epoch=epoch,
+                variance=None if signals.variance is None else [finite(v) for v in signals.variance],
+                lambda_max=None if signals.lambda_max is None else [finite(v) for v in signals.lambda_max],
+                memory_bytes=memory_bytes,
+                budget_bytes=self.budget_bytes,
+                free_bytes=free_bytes,
+                batch_before=before.batch,
+                batch_after=decision.batch,
+                batch_reason=decision.batch_reason,
+                requested=list(decision.requested),
+                executed=list(decision.executed),
+                promoted=list(decision.promoted),
+                rate_scale=list(decision.rates),
+                plan_changed=decision.plan_changed,
+            )
+        )
+        counted = max(reading.samples - epoch_start.samples, 1)
+        self.emit(
+            "progress",
+            {
+                "epoch": epoch,
+                "epochs": self.settings.epochs,
+                "share": (epoch - 1 + samples_done / self.data.train_count) / self.settings.epochs,
+                "loss": _mean(reading.loss_sum - epoch_start.loss_sum, reading.loss_samples - epoch_start.loss_samples),
+                "accuracy_percent": 100.0 * (reading.correct - epoch_start.correct) / counted,
+                "batch": decision.batch,
+                "memory_bytes": memory_bytes,
+                "layers_executed": dict(Counter(decision.executed)),
+            },
+        )
+        return decision.plan_changed
+
+    def _close_window(self) -> None:
+        self.peaks.window = _largest(self.peaks.window, self.meter.window_peak_bytes())
+        self.meter.begin_window()
+
+    def _check(self, reading: Reading) -> None:
+        self.run.steps = self.step
+        self.run.steps_skipped = reading.steps_skipped
+        self.run.samples_applied = reading.samples_applied
+        limit = self.settings.method.loss_scale.max_consecutive_skips
+        if reading.longest_skip_run >= limit:
+            raise Diverged(
+                f"{reading.longest_skip_run} steps in a row had non-finite gradients, "
+                f"method.loss_scale.max_consecutive_skips={limit}; lower optimizer.lr or check the data"
+            )
+
+    def _epoch_record(self, epoch: int, before: Reading, now: Reading, sizes: list[int]) -> EpochRecord:
+        decision = self.method.decision
+        newest = [value for value in self.method.lambda_max() or () if finite(value) is not None]
+        ages = [self.step - curvature.step for curvature in self.method.curvature.values()]
+        readings = self.meter.readings()
+        return EpochRecord(
+            epoch=epoch,
+            train_loss=_mean(now.loss_sum - before.loss_sum, now.loss_samples - before.loss_samples),
+            train_accuracy_percent=100.0 * (now.correct - before.correct) / sum(sizes),
+            train_seconds=0.0,
+            steps=len(sizes),
+            steps_skipped=now.steps_skipped - before.steps_skipped,
+            samples_seen=sum(sizes),
+            batch_mean=sum(sizes) / len(sizes),
+            batch_min=min(sizes),
+            batch_max=max(sizes),
+            batch_last=decision.batch,
+            learning_rate_last=now.learning_rate,
+            loss_scale_last=now.loss_scale if self.engine.loss_is_scaled else None,
+            memory_peak_bytes=self.peaks.epoch,
+            probe_peak_bytes=self.peaks.probe,
+            reserved_bytes=readings.reserved_bytes,
+            process_bytes=readings.process_bytes,
+            device_used_bytes=readings.device_used_bytes,
+            layers_requested=dict(Counter(decision.requested)),
+            layers_executed=dict(Counter(decision.executed)),
+            layers_promoted=sum(decision.promoted),
+            rate_scale_min=min(decision.rates),
+            rate_scale_mean=statistics.fmean(decision.rates),
+            lambda_max=max(newest, default=None),
+            lambda_median=statistics.median(newest) if newest else None,
+            lambda_age_steps_max=max(ages, default=None),
+            layers_probed=len(self.method.curvature),
+        )
+
+    def finish(self) -> None:
+        """Write the controller's last state into the run record; also after a run that ended early."""
+        decision, state = self.method.decision, self.method.state
+        reading = self.engine.read()
+        self.run.tau_low, self.run.tau_high, self.run.tau_curv = state.tau_low, state.tau_high, state.tau_curv
+        self.run.layers = []
+        for index, (name, layer) in enumerate(self.network.layers.items()):
+            curvature = self.method.curvature.get(name)
+            spectrum = curvature.spectrum if curvature else None
+            self.run.layers.append(
+                LayerRecord(
+                    name=name,
+                    elements=layer.weight.numel(),
+                    requested=decision.requested[index],
+                    executed=decision.executed[index],
+                    promoted=decision.promoted[index],
+                    rate_scale=decision.rates[index],
+                    variance=finite(reading.variance[index]) if reading.variance else None,
+                    eigenvalues=list(spectrum.eigenvalues) if spectrum else None,
+                    lambda_age_steps=self.step - curvature.step if curvature else None,
+                    iterations=spectrum.iterations if spectrum else None,
+                    converged=spectrum.converged if spectrum else None,
+                )
+            )
+
+
+def _largest(*values: int | None) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _mean(total: float, count: int) -> float | None:
+    return finite(total / count) if count else None

@@ -1,0 +1,152 @@
+"""One (cell, seed) in a process of its own: look at the device, load the data, train, write the record.
+
+A process a run keeps peaks, caches and crashes of one run out of the next. Functions here are
+entry points of child processes; what they report travels as plain values over a pipe.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import traceback
+from datetime import datetime, timezone
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torchvision
+
+import triaccel_bench
+from triaccel_bench import hardware as hardware_module
+from triaccel_bench.data import DataError, load
+from triaccel_bench.hardware import DeviceError, Hardware
+from triaccel_bench.meters import card_state
+from triaccel_bench.models import WeightsError
+from triaccel_bench.records import Provenance, RunRecord, Trace, planned_run, write_run
+from triaccel_bench.settings import RESULTS_VERSION, Settings
+from triaccel_bench.trainer import Diverged, Trainer
+
+REFUSALS = (DeviceError, DataError, WeightsError)
+"""Faults of the set-up, found before any step: they end the command with exit code 2 and leave no record."""
+
+
+def inspect_device(pipe: Connection, device: str, kernels: str) -> None:
+    """Send ``("device", name)`` or ``("refused", message)``."""
+    try:
+        found = hardware_module.inspect(device, kernels)
+        pipe.send(("device", found.name))
+    except DeviceError as error:
+        pipe.send(("refused", str(error)))
+
+
+def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder: Path) -> None:
+    """Train one seed and write its record below ``folder``.
+
+    Sends ``("progress" | "epoch" | "note", payload)`` as it goes, then ``("refused", message)`` or
+    ``("finished", (status, reason))``.
+    """
+    run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
+    try:
+        found = hardware_module.inspect(settings.device, settings.kernels)
+        run.provenance = provenance(found)
+        for warning in (*found.warnings, *([found.nvml_reason] if found.nvml_reason else [])):
+            run.warnings.append(warning)
+            pipe.send(("note", {"text": warning}))
+        images = load(settings.dataset)
+        run.dataset_fingerprint = images.fingerprint
+        trace = _train(settings, seed, found, images, run, lambda kind, payload: pipe.send((kind, payload)))
+    except REFUSALS as error:
+        pipe.send(("refused", str(error)))
+        return
+    run.provenance.finished_at = _now()
+    write_run(folder, run, trace)
+    pipe.send(("finished", (run.status, run.reason)))
+
+
+def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecord, emit) -> Trace | None:
+    """Train and put the outcome into ``run``; what had been recorded stays, whatever the outcome."""
+    trainer = None
+    try:
+        trainer = Trainer(settings, seed, found, images, run, emit)
+        if run.meter_reason:
+            run.warnings.append(run.meter_reason)
+            emit("note", {"text": run.meter_reason})
+        trainer.train()
+        run.status, run.reason = "done", None
+    except REFUSALS:
+        raise
+    except Diverged as error:
+        run.status, run.reason = "diverged", str(error)
+        trainer.finish()
+    except torch.OutOfMemoryError as error:
+        batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
+        run.status, run.reason = "oom", f"does not fit at batch {batch}: {str(error).splitlines()[0]}"
+    except Exception as error:
+        run.status = "failed"
+        run.reason = f"{type(error).__name__}: {error}"
+        emit("note", {"text": traceback.format_exc()})
+    return trainer.trace if trainer else None
+
+
+def provenance(found: Hardware) -> Provenance:
+    commit, dirty = _git_state()
+    clock_mhz, temperature = card_state(found)
+    capability = None if found.capability is None else "{}.{}".format(*found.capability)
+    return Provenance(
+        code_version=triaccel_bench.__version__,
+        git_commit=commit,
+        git_dirty=dirty,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torchvision=torchvision.__version__,
+        triton=_triton_version(),
+        cuda=torch.version.cuda,
+        cudnn=_cudnn_version(),
+        driver=found.driver,
+        device=str(found.device),
+        device_name=found.name,
+        device_uuid=found.uuid,
+        capability=capability,
+        device_total_bytes=found.total_bytes,
+        sm_clock_mhz=clock_mhz,
+        temperature_celsius=temperature,
+        bf16_native=found.bf16_native,
+        kernels=found.kernels,
+        kernels_reason=found.kernels_reason,
+        started_at=_now(),
+    )
+
+
+def _triton_version() -> str | None:
+    try:
+        from importlib.metadata import version
+
+        return version("triton")
+    except ImportError:
+        return None
+
+
+def _cudnn_version() -> str | None:
+    number = torch.backends.cudnn.version()
+    return None if number is None else str(number)
+
+
+def _git_state() -> tuple[str | None, bool | None]:
+    """Commit of the source checkout this package runs from, and whether it has changes; ``None`` elsewhere."""
+    root = Path(triaccel_bench.__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None, None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return commit, bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+    except (OSError, subprocess.SubprocessError):
+        return None, None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=True)
+    return done.stdout.strip()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
