@@ -1,0 +1,122 @@
+"""A table of text and figures, written as Markdown, CSV, LaTeX or on a terminal. Knows nothing of runs.
+
+Each writer escapes what its format reads as markup, so that any label can stand in a table.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TextIO
+
+import pandas
+from rich.console import Console
+from rich.table import Table as RichTable
+from rich.text import Text
+
+_TEX = str.maketrans(
+    {character: f"\\{character}" for character in "&%$#_{}"}
+    | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "|": r"\textbar{}",
+        "±": r"$\pm$",
+        "×": r"$\times$",
+        "†": r"\textdagger{}",
+        # After the end of a row these two would be read as its options.
+        "[": "{[}",
+        "*": "{*}",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table as text for readers and, in ``frame``, at full precision for programs."""
+
+    title: str
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    footers: tuple[str, ...]
+    frame: pandas.DataFrame
+    text_columns: int
+    """Leading columns that hold labels; the others hold figures and are set flush right."""
+
+
+def to_markdown(table: Table) -> str:
+    rule = ["---"] * table.text_columns + ["---:"] * (len(table.header) - table.text_columns)
+    rows = [_markdown_row(table.header), _markdown_row(rule), *map(_markdown_row, table.rows)]
+    footers = [f"- {_markdown(footer)}" for footer in table.footers]
+    blocks = [f"### {_markdown(table.title)}", _markdown(table.caption), "\n".join(rows), "\n".join(footers)]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def to_csv(table: Table) -> str:
+    """One row per cell, full precision, empty where there is no figure.
+
+    Read it with ``pandas.read_csv(path, keep_default_na=False, na_values=[""])``: a label such as
+    ``NA`` then stays a label, and only empty fields are missing.
+    """
+    return table.frame.to_csv(index=False, lineterminator="\n")
+
+
+def to_latex(table: Table) -> str:
+    r"""A ``table`` environment for ``\input``; the document needs the packages booktabs and graphicx."""
+    alignment = "l" * table.text_columns + "r" * (len(table.header) - table.text_columns)
+    footers = [_tex(footer) + r"\par" for footer in table.footers]
+    lines = [
+        r"% needs \usepackage{booktabs} and \usepackage{graphicx}",
+        r"\begin{table}[t]",
+        r"\centering",
+        rf"\caption{{{_tex(table.title)}. {_tex(table.caption)}}}",
+        r"\resizebox{\textwidth}{!}{%",
+        rf"\begin{{tabular}}{{{alignment}}}",
+        r"\toprule",
+        _tex_row(table.header),
+        r"\midrule",
+        *map(_tex_row, table.rows),
+        r"\bottomrule",
+        r"\end{tabular}}",
+        *([r"\par\smallskip", r"{\footnotesize\raggedright", *footers, "}"] if footers else []),
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def render_terminal(table: Table, file: TextIO | None = None) -> None:
+    """Print the table: folded to the width of a terminal, and as wide as it is anywhere else."""
+    console = Console(file=file or sys.stdout, highlight=False)
+    grid = RichTable()
+    for index, name in enumerate(table.header):
+        grid.add_column(Text(name), justify="left" if index < table.text_columns else "right", overflow="fold")
+    for row in table.rows:
+        grid.add_row(*map(Text, row))
+    if not console.is_terminal:
+        console.width = max(console.width, console.measure(grid, options=console.options.update(width=10_000)).maximum)
+    console.print(Text(table.title, style="bold"), soft_wrap=True)
+    console.print(grid)
+    for line in (table.caption, *table.footers):
+        console.print(Text(line), soft_wrap=True)
+
+
+def _markdown_row(row: tuple[str, ...] | list[str]) -> str:
+    return f"| {' | '.join(map(_markdown, row))} |"
+
+
+def _markdown(text: str) -> str:
+    for character in "\\|<*`":
+        text = text.replace(character, f"\\{character}")
+    return " ".join(text.split())
+
+
+def _tex_row(row: tuple[str, ...]) -> str:
+    return " & ".join(map(_tex, row)) + r" \\"
+
+
+def _tex(text: str) -> str:
+    escaped = " ".join(text.split()).translate(_TEX)
+    return "".join(character if character.isascii() else f"{{[}}U+{ord(character):04X}]" for character in escaped)

@@ -1,0 +1,47 @@
+"""Find and read the run records below folders: each seed of a cell once, and every file that gave none named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from triaccel_bench.records import RUN_FILE, RecordError, RunRecord, read_run
+
+
+@dataclass(frozen=True)
+class Results:
+    """Readable records, one per (cell, seed, device), in the order of their paths, and a sentence per unused file."""
+
+    runs: tuple[RunRecord, ...]
+    problems: tuple[str, ...] = ()
+
+
+def read_results(folders: Iterable[Path]) -> Results:
+    """Read every ``run.json`` below the folders.
+
+    A seed found twice with different content counts once: the finished record, or of two the
+    later one; the problems name the other. The same record found twice is no problem.
+    """
+    folders = list(folders)
+    problems = [f"{folder}: no such folder" for folder in folders if not folder.is_dir()]
+    kept: dict[tuple[str, int, str | None], tuple[Path, RunRecord]] = {}
+    for path in sorted({path.resolve(): path for folder in folders for path in folder.rglob(RUN_FILE)}.values()):
+        try:
+            run = read_run(path)
+        except RecordError as error:
+            problems.append(str(error))
+            continue
+        key = (run.cell, run.seed, run.provenance.device_name if run.provenance else None)
+        rival_path, rival = kept.setdefault(key, (path, run))
+        if rival == run:
+            continue
+        unused = path
+        if _standing(run) > _standing(rival):
+            kept[key], unused = (path, run), rival_path
+        problems.append(f"{unused}: seed {run.seed} of cell {run.cell} is recorded twice; used: {kept[key][0]}")
+    return Results(tuple(run for _, run in kept.values()), tuple(problems))
+
+
+def _standing(run: RunRecord) -> tuple[bool, str]:
+    return run.status == "done", (run.provenance.finished_at or "") if run.provenance else ""

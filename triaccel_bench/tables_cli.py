@@ -1,0 +1,99 @@
+"""``triaccel-tables``: Tables 1 and 2 from run records, and the audit of the paper's own numbers. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from triaccel_bench.records import write_atomically
+from triaccel_bench.stats import why_excluded
+from triaccel_bench.tables import (
+    Results,
+    audit_table,
+    read_results,
+    render_terminal,
+    table1,
+    table2,
+    to_csv,
+    to_latex,
+    to_markdown,
+)
+
+DONE, NOTHING_USABLE, NO_RECORDS = 0, 1, 2
+
+_WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print and write the tables, or print the audit. Returns the exit code.
+
+    0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
+    records but none is of a finished run; 2: no records, or a bad command line.
+    """
+    options = _parser().parse_args(arguments)
+    if options.command == "audit":
+        render_terminal(audit_table())
+        return DONE
+    results = read_results(options.results)
+    if results.runs:
+        return _write_tables(results, options.out)
+    if len(results.problems) > sum(not folder.is_dir() for folder in options.results):
+        print(*results.problems, sep="\n", file=sys.stderr)
+        return NOTHING_USABLE
+    print(
+        f"No run records below {', '.join(map(str, options.results))}; `triaccel-bench +experiment=demo` makes some "
+        "on any CPU, and --results names another folder.",
+        file=sys.stderr,
+    )
+    return NO_RECORDS
+
+
+def _write_tables(results: Results, out: Path) -> int:
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, table in (("table1", table1(results)), ("table2", table2(results))):
+        render_terminal(table)
+        print()
+        for suffix, writer in _WRITERS.items():
+            written.append(write_atomically(out / f"{name}.{suffix}", writer(table).encode()))
+    print(f"Written: {', '.join(map(str, written))}")
+    if any(why_excluded(run) is None for run in results.runs):
+        return DONE
+    print("No finished run among the records: the tables hold no figures.", file=sys.stderr)
+    return NOTHING_USABLE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="triaccel-tables",
+        description="Build Tables 1 and 2 from run records, beside the paper's figures.",
+    )
+    parser.add_argument(
+        "command",
+        nargs="?",
+        choices=("tables", "audit"),
+        default="tables",
+        help="tables (the default), or audit: the paper's claims recomputed from its own printed numbers",
+    )
+    parser.add_argument(
+        "--results",
+        nargs="+",
+        type=Path,
+        metavar="DIR",
+        default=[Path("results/runs")],
+        help="folders searched for run.json (default: results/runs)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        default=Path("results/tables"),
+        help="where table1 and table2 are written as .md, .csv and .tex (default: results/tables)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
