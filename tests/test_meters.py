@@ -224,9 +224,9 @@ def test_live_tensors_of_a_linear_layer_are_counted_by_hand():
     meter = TensorMeter(layer, state_bytes=1000)
     assert (meter.name, meter.reason, meter.window_peak_bytes()) == ("tensors", None, None)
     with meter.recording():
-        layer(torch.ones(7, 5)).square().sum().backward()
+        layer(torch.ones(7, 5, requires_grad=True)).square().sum().backward()
     weights, weight_gradient = (15 + 3) * 4, 15 * 4
-    saved = 7 * 5 * 4 + 7 * 3 * 4  # the layer's input, and its output for the square; the weight is no activation
+    saved = 7 * 5 * 4 + 7 * 3 * 4  # the input, and the output for the square; the weight, saved too, is counted above
     assert meter.window_peak_bytes() == weights + weight_gradient + 1000 + saved
 
 
