@@ -160,11 +160,23 @@ def test_without_flips_the_crops_stay():
     assert not off.flip.any() and torch.equal(on.top, off.top) and torch.equal(on.left, off.left)
 
 
-def test_crops_do_not_follow_the_order_of_the_samples():
-    order = ElasticSampler(2000, 0, 0, "cpu").take(2000).double()
-    draws = draw(2000, settings(), 0, 0, "cpu")
-    for values in (draws.top, draws.left, draws.flip):
-        assert abs(torch.corrcoef(torch.stack([order, values.double()]))[0, 1].item()) < 0.1
+def test_order_and_augmentation_draw_from_streams_of_their_own(monkeypatch):
+    seeds = []
+
+    def spy(original):
+        def call(*args, generator, **kwargs):
+            seeds.append(generator.initial_seed())
+            return original(*args, generator=generator, **kwargs)
+
+        return call
+
+    for name in ("randperm", "randint"):
+        monkeypatch.setattr(torch, name, spy(getattr(torch, name)))
+    for seed in range(3):
+        for epoch in range(3):
+            ElasticSampler(20, seed, epoch, "cpu")
+            draw(20, settings(), seed, epoch, "cpu")
+    assert len(seeds) == len(set(seeds)) == 18
 
 
 def test_nothing_on_the_training_path_needs_a_value_on_the_host():
