@@ -9,9 +9,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    0: {"settings", "records", "paper", "graphs"},
-    1: {"hardware", "sources", "models", "schedule", "curvature", "meters", "stats", "configuration", "progress"},
-    2: {"data", "precision", "control", "tables"},
+    0: {"settings", "records", "paper", "graphs", "sources"},
+    1: {"hardware", "data", "models", "schedule", "curvature", "meters", "stats", "configuration", "progress"},
+    2: {"precision", "control", "tables"},
     3: {"engine"},
     4: {"methods"},
     5: {"trainer", "library"},

@@ -82,7 +82,7 @@ class Engine:
         sizes = [parameter.numel() for parameter in self._parameters]
         self.moments = GradientMoments(sizes, layers, device, kernels, method.precision.beta, self._track)
         self.sgd = FusedSGD(
-            self._parameters, layer_of, device, kernels, optimizer.momentum, optimizer.weight_decay
+            self._parameters, layer_of, kernels, optimizer.momentum, optimizer.weight_decay
         )
         self._rates = torch.ones(layers, device=device)
         self._scale = torch.full((), self._scaling.initial, device=device)

@@ -49,7 +49,7 @@ def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder:
     try:
         found = hardware_module.inspect(settings.device, settings.kernels)
         run.provenance = provenance(found)
-        for warning in (*found.warnings, *([found.nvml_reason] if found.nvml_reason else [])):
+        for warning in found.warnings:
             run.warnings.append(warning)
             pipe.send(("note", {"text": warning}))
         images = load(settings.dataset)

@@ -1,0 +1,54 @@
+"""Small settings, data and engines for tests: seconds on two cores."""
+
+from __future__ import annotations
+
+import torch
+
+from triaccel_bench import models, precision
+from triaccel_bench.configuration import compose
+from triaccel_bench.data import ImageSet
+from triaccel_bench.engine import Engine
+from triaccel_bench.hardware import inspect
+from triaccel_bench.records import RunRecord, planned_run
+from triaccel_bench.schedule import Schedule
+from triaccel_bench.settings import Settings
+from triaccel_bench.trainer import Trainer
+
+BASE = [
+    "+experiment=smoke", "progress=none", "dataset.image_size=8", "model.input_size=8", "dataset.train_size=64",
+    "dataset.test_size=32", "dataset.crop_padding=1", "method.batch.initial=16", "method.batch.min=8",
+    "method.batch.max=32",
+]  # fmt: skip
+
+
+def settings(*overrides: str) -> Settings:
+    return compose([*BASE, *overrides])
+
+
+def images(train: int = 64, evaluation: int = 32, side: int = 8, seed: int = 0) -> ImageSet:
+    """Noise around a brightness that gives the class away."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def split(count: int):
+        labels = torch.arange(count) % 10
+        noise = torch.randint(0, 25, (count, 3, side, side), generator=generator)
+        return (noise + 23 * labels[:, None, None, None]).to(torch.uint8), labels
+
+    x_train, y_train = split(train)
+    x_eval, y_eval = split(evaluation)
+    return ImageSet(x_train, y_train, x_eval, y_eval, tuple(map(str, range(10))), "0" * 16, "test")
+
+
+def engine(*overrides: str, plan: list[str] | None = None, schedule: Schedule | None = None, seed: int = 0) -> Engine:
+    chosen = settings(*overrides)
+    torch.manual_seed(seed)
+    network = models.build(chosen.model, 10)
+    precision.prepare(network)
+    schedule = schedule or Schedule(0.05, 0, 10_000)
+    return Engine(network, chosen.method, chosen.optimizer, schedule, "torch", plan or ["fp32"] * len(network.layers))
+
+
+def trainer(chosen: Settings, data: ImageSet | None = None, seed: int = 0) -> tuple[Trainer, RunRecord]:
+    run = planned_run(chosen.model_dump(mode="json"), seed, "cell", 1)
+    hardware = inspect(chosen.device, chosen.kernels)
+    return Trainer(chosen, seed, hardware, data or images(), run, lambda kind, payload: None), run
