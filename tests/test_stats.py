@@ -5,42 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from measured import GB, epoch, provenance, run
 
-from triaccel_bench.records import EpochRecord, Provenance, RunRecord
 from triaccel_bench.stats import Mean, baseline, cells, mean_std, score, score_percent, summarise, why_excluded
-
-GB = 10**9
-
-
-def epoch(number=0, **changes):
-    plain = dict(
-        epoch=number, train_loss=1.0, train_accuracy_percent=50.0, evaluation_accuracy_percent=77.0, train_seconds=2.0,
-        steps=10, samples_seen=960, batch_mean=96.0, batch_min=96, batch_max=96, batch_last=96, learning_rate_last=0.1,
-        memory_peak_bytes=GB // 4, layers_requested={}, layers_executed={},
-    )  # fmt: skip
-    return EpochRecord(**plain | changes)
-
-
-def provenance(device_name="Card A"):
-    return Provenance(
-        code_version="0.1.0", python="3.12", torch="2.6", torchvision="0.21", device="cuda", device_name=device_name,
-        device_total_bytes=16 * GB, bf16_native=True, kernels="torch", kernels_reason="asked for", started_at="now",
-    )  # fmt: skip
-
-
-def run(seed=0, epochs=None, method="fp32", settings=None, **changes):
-    epochs = [epoch()] if epochs is None else epochs
-    plain = dict(
-        results_version=1, status="done", cell=f"hash-{method}", dataset="cifar10", model="resnet18", method=method,
-        seed=seed, epochs_planned=len(epochs), settings=settings or {"seeds": [seed]}, provenance=provenance(),
-        meter="vram", epochs=epochs,
-    )  # fmt: skip
-    return RunRecord(**plain | changes)
-
-
-def settings(method="fp32", **changes):
-    tree = {"seeds": [0], "epochs": 1, "method": {"name": method, "batch": {"initial": 96, "elastic": method != "fp32"}}}
-    return tree | changes
 
 
 def test_spread_is_the_sample_standard_deviation():
@@ -71,7 +38,9 @@ def test_score_percent_is_the_formula_of_section_4_2():
     assert score_percent(80.0, 20.0, 4 * GB, 16 * GB) == pytest.approx(80 / (20 * 25) * 100)
 
 
-@pytest.mark.parametrize("factors", [(None, 2.0, GB), (77.0, None, GB), (77.0, 2.0, None), (77.0, 0.0, GB), (77.0, 2.0, 0)])
+@pytest.mark.parametrize(
+    "factors", [(None, 2.0, GB), (77.0, None, GB), (77.0, 2.0, None), (77.0, 0.0, GB), (77.0, 2.0, 0)]
+)
 def test_score_is_null_never_infinite(factors):
     assert score(*factors) is None
     assert score_percent(*factors, 16 * GB) is None
@@ -94,7 +63,11 @@ def test_accuracy_is_that_of_the_last_epoch_not_of_the_best():
 
 
 def test_memory_is_the_peak_over_epochs_with_probes():
-    epochs = [epoch(0, memory_peak_bytes=5), epoch(1, memory_peak_bytes=3, probe_peak_bytes=9), epoch(2, memory_peak_bytes=7)]
+    epochs = [
+        epoch(0, memory_peak_bytes=5),
+        epoch(1, memory_peak_bytes=3, probe_peak_bytes=9),
+        epoch(2, memory_peak_bytes=7),
+    ]
     assert summarise(run(epochs=epochs)).memory_peak_bytes == 9
 
 
@@ -103,7 +76,9 @@ def test_an_epoch_without_a_reading_leaves_the_run_without_a_peak():
     assert (summary.memory_peak_bytes, summary.score, summary.score_percent) == (None, None, None)
 
 
-@pytest.mark.parametrize(("meter", "memory", "scored"), [("vram", GB // 4, True), ("tensors", GB // 4, False), ("off", None, False)])
+@pytest.mark.parametrize(
+    ("meter", "memory", "scored"), [("vram", 350_000_000, True), ("tensors", 350_000_000, False), ("off", None, False)]
+)
 def test_only_vram_gives_a_score(meter, memory, scored):
     summary = summarise(run(meter=meter))
     assert summary.memory_peak_bytes == memory
@@ -123,8 +98,16 @@ def test_a_run_without_epochs_has_no_figures():
 
 @pytest.mark.parametrize("status", ["diverged", "oom", "failed", "interrupted"])
 def test_unfinished_seeds_are_named_and_in_no_mean(status):
-    bad = run(1, status=status, reason="first line\n  second line", epochs=[epoch(evaluation_accuracy_percent=10.0)], cell="c")
-    (cell,) = cells([run(0, cell="c"), bad, run(2, cell="c", epochs=[epoch(evaluation_accuracy_percent=79.0)])])
+    bad = run(
+        seed=1,
+        status=status,
+        reason="first line\n  second line",
+        epochs=[epoch(evaluation_accuracy_percent=10.0)],
+        cell="c",
+    )
+    (cell,) = cells(
+        [run(seed=0, cell="c"), bad, run(seed=2, cell="c", epochs=[epoch(evaluation_accuracy_percent=79.0)])]
+    )
     assert cell.mean("accuracy_percent") == Mean(78.0, pytest.approx(math.sqrt(2)), 2)
     assert cell.excluded == (f"seed 1 {status}: first line second line",)
     assert cell.seeds_expected == 3
@@ -137,66 +120,73 @@ def test_a_record_that_says_done_too_early_is_in_no_mean():
 
 
 def test_seeds_asked_for_without_a_record_are_named():
-    (cell,) = cells([run(0, settings={"seeds": [0, 1, 2]}), run(2, settings={"seeds": [0, 1, 2]})])
+    (cell,) = cells([run(seed=0, tree={"seeds": [0, 1, 2]}), run(seed=2, tree={"seeds": [0, 1, 2]})])
     assert cell.excluded == ("seed 1 missing: asked for, no record",)
     assert len(cell.summaries) == 2
 
 
 def test_no_cell_is_grouped_away_for_an_empty_setting():
     methods = {"fp32": None, "amp": None, "triaccel": 0.05, "NA": 0.1}
-    found = cells(run(0, method=m, settings={"seeds": [0], "method": {"alpha": a}}) for m, a in methods.items())
+    found = cells(run(seed=0, method=m, tree={"seeds": [0], "method": {"alpha": a}}) for m, a in methods.items())
     assert sorted(cell.method for cell in found) == sorted(methods)
     assert [len(cell.summaries) for cell in found] == [1, 1, 1, 1]
 
 
 def test_an_unknown_device_does_not_drop_a_run():
-    (cell,) = cells([run(0, provenance=None)])
+    (cell,) = cells([run(seed=0, provenance=None)])
     assert cell.device_name is None
     assert len(cell.summaries) == 1
 
 
 def test_devices_are_never_mixed_in_one_mean():
-    asked = {"seeds": [0, 1, 2]}
-    died_early = run(2, status="failed", reason="no driver", provenance=None, epochs=[], settings=asked)
-    runs = [run(0, settings=asked), run(1, settings=asked, provenance=provenance("Card B")), died_early]
+    asked = {"seeds": [0, 1, 2, 3]}
+    died_early = run(seed=2, status="failed", reason="no driver", provenance=None, epochs=[], tree=asked)
+    runs = [run(seed=0, tree=asked), run(seed=1, tree=asked, provenance=provenance("Card B")), died_early]
     found = cells(runs)
     assert [cell.device_name for cell in found] == ["Card A", "Card B"]
     assert [[s.seed for s in cell.summaries] for cell in found] == [[0], [1]]
-    assert [cell.excluded for cell in found] == [("seed 2 failed: no driver",), ()]
+    assert [cell.excluded for cell in found] == [
+        ("seed 2 failed: no driver", "seed 3 missing: asked for, no record"),
+        (),
+    ]
     assert [cell.variant for cell in found] == ["device_name=Card A", "device_name=Card B"]
 
 
 def test_meters_are_never_mixed_in_one_mean():
-    runs = [run(0, meter="vram"), run(1, meter="tensors", epochs=[epoch(memory_peak_bytes=10 * GB)]), run(2, meter="off")]
-    (cell,) = cells(run_.model_copy(update={"cell": "c"}) for run_ in runs)
-    assert (cell.meter, cell.mean("memory_peak_bytes")) == ("vram", Mean(GB / 4, None, 1))
+    runs = [
+        run(seed=0, meter="vram"),
+        run(seed=1, meter="tensors", epochs=[epoch(memory_peak_bytes=10 * GB)]),
+        run(seed=2, meter="off"),
+    ]
+    (cell,) = cells(runs)
+    assert (cell.meter, cell.mean("memory_peak_bytes")) == ("vram", Mean(350_000_000, None, 1))
     assert cell.mean("accuracy_percent").n == 3
 
 
 def test_cells_of_one_label_are_told_apart_by_what_differs():
     runs = [
-        run(0, cell="a", settings=settings(epochs=1, seeds=[0])),
-        run(0, cell="b", settings=settings(epochs=30, seeds=[0, 1], progress="rich")),
-        run(0, cell="d", method="amp"),
+        run(seed=0, cell="a", tree={"epochs": 1, "seeds": [0]}),
+        run(seed=0, cell="b", tree={"epochs": 30, "seeds": [0, 1], "progress": "rich"}),
+        run(seed=0, cell="d", method="amp"),
     ]
     found = cells(runs)
     assert {cell.cell: cell.variant for cell in found} == {"a": "epochs=1", "b": "epochs=30", "d": ""}
 
 
 def test_cells_that_differ_in_no_setting_are_told_apart_by_their_hash():
-    found = cells([run(0, cell="a"), run(0, cell="b")])
+    found = cells([run(seed=0, cell="a"), run(seed=0, cell="b")])
     assert [cell.variant for cell in found] == ["cell=a", "cell=b"]
 
 
 def test_the_order_of_records_changes_nothing():
-    runs = [run(seed, method=method) for method in ("fp32", "amp") for seed in (0, 1)]
+    runs = [run(seed=seed, method=method) for method in ("fp32", "amp") for seed in (0, 1)]
     assert cells(runs) == cells(reversed(runs))
 
 
 def test_baseline_shares_all_settings_but_the_methods_own():
-    ours = run(0, method="triaccel", cell="t", settings=settings("triaccel", memory={"budget": "fp32", "meter": "vram"}))
-    same = run(0, cell="f", settings=settings(memory={"budget": "device", "meter": "vram"}))
-    longer = run(0, cell="g", settings=settings(epochs=30, memory={"budget": "fp32", "meter": "vram"}))
+    ours = run(seed=0, method="triaccel", cell="t", tree={"memory": {"budget": "fp32", "meter": "vram"}})
+    same = run(seed=0, cell="f", tree={"memory": {"budget": "device", "meter": "vram"}})
+    longer = run(seed=0, cell="g", tree={"epochs": 30, "memory": {"budget": "fp32", "meter": "vram"}})
     found = cells([ours, same, longer])
     triaccel = next(cell for cell in found if cell.method == "triaccel")
     assert baseline(triaccel, found).cell == "f"
@@ -204,9 +194,16 @@ def test_baseline_shares_all_settings_but_the_methods_own():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"provenance": provenance("Card B")}, {"meter": "tensors"}, {"meter": "off"}, {"status": "failed"}, {"model": "resnet8"}]
+    "changes",
+    [
+        {"provenance": provenance("Card B")},
+        {"meter": "tensors"},
+        {"meter": "off"},
+        {"status": "failed"},
+        {"model": "resnet8"},
+    ],
 )
 def test_baseline_of_another_device_meter_or_model_is_none(changes):
-    ours = run(0, method="triaccel", settings=settings("triaccel"))
-    found = cells([ours, run(0, settings=settings(), **changes)])
+    ours = run(seed=0, method="triaccel")
+    found = cells([ours, run(seed=0, **changes)])
     assert baseline(next(cell for cell in found if cell.method == "triaccel"), found) is None

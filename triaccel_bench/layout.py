@@ -72,7 +72,8 @@ def to_latex(table: Table) -> str:
         r"% needs \usepackage{booktabs} and \usepackage{graphicx}",
         r"\begin{table}[t]",
         r"\centering",
-        rf"\caption{{{_tex(table.title)}. {_tex(table.caption)}}}",
+        # LaTeX numbers its tables itself.
+        rf"\caption{{{_tex(table.title.partition(': ')[2] or table.title)}. {_tex(table.caption)}}}",
         r"\resizebox{\textwidth}{!}{%",
         rf"\begin{{tabular}}{{{alignment}}}",
         r"\toprule",

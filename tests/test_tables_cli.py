@@ -1,0 +1,55 @@
+"""The command that writes the tables, and its exit codes."""
+
+from __future__ import annotations
+
+import pytest
+from measured import run, write
+
+from triaccel_bench import tables_cli
+
+
+def test_command_writes_and_prints_both_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(
+        tmp_path / "results" / "runs",
+        run(),
+        run(method="triaccel", gb=0.3),
+        run(method="triaccel", seed=1, status="oom"),
+    )
+    assert tables_cli.main([]) == 0
+    out = capsys.readouterr().out
+    for name in (f"table{n}.{suffix}" for n in (1, 2) for suffix in ("md", "csv", "tex")):
+        assert (tmp_path / "results" / "tables" / name).stat().st_size > 0
+        assert name in out
+    assert "Table 1" in out and "Table 2" in out and "seed 1 oom" in out
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_command_without_records_says_in_one_sentence_how_to_make_some(tmp_path, capsys, there):
+    folder = tmp_path / "runs"
+    if there:
+        folder.mkdir()
+    assert tables_cli.main(["--results", str(folder), "--out", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and "triaccel-bench +experiment=demo" in captured.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_fails_when_no_record_is_of_a_finished_run(tmp_path, capsys):
+    write(tmp_path, run(status="diverged", reason="60 skips in a row"))
+    assert tables_cli.main(["--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    captured = capsys.readouterr()
+    assert "seed 0 diverged: 60 skips in a row" in captured.out
+    assert "No finished run" in captured.err
+
+
+def test_command_fails_and_names_the_files_when_none_can_be_read(tmp_path, capsys):
+    (tmp_path / "run.json").write_text("")
+    assert tables_cli.main(["--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert str(tmp_path / "run.json") in capsys.readouterr().err
+
+
+def test_command_audits(capsys):
+    assert tables_cli.main(["audit"]) == 0
+    assert "12.44" in capsys.readouterr().out
