@@ -33,7 +33,7 @@ def test_table_1_has_the_papers_layout_and_order():
         "ResNet-18",
         "AMP (Static)",
         "77.20 ± n/a",
-        "19.40 ± n/a",
+        "19.400 ± n/a",
         "0.320 ± n/a",
         "12.44 ± n/a",
         "198.97 ± n/a",

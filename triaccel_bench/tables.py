@@ -97,7 +97,7 @@ def _row1(cell: Cell) -> _Row:
     shown = (
         *names,
         _shown(cell, cell.mean("accuracy_percent"), 2),
-        _shown(cell, cell.mean("seconds"), 2),
+        _shown(cell, cell.mean("seconds"), 3),
         _memory_shown(cell),
         _shown(cell, cell.mean("score"), 2),
         _shown(cell, cell.mean("score_percent"), 2),
