@@ -1,0 +1,1 @@
+"""Triton kernels, each beside its torch reference; importing them needs neither Triton nor a GPU."""

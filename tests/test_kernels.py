@@ -1,0 +1,519 @@
+"""Gradient moments and the fused update: each backend against FP64 truth, torch's optimizer and each other.
+
+On a machine without a card the Triton kernels run in Triton's interpreter. It must be chosen
+before Triton is imported, so this file runs itself once more in a process that has chosen it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from triaccel_bench.kernels import moments as moments_module
+from triaccel_bench.kernels import segments
+from triaccel_bench.kernels.backend import INTERPRETED, require_backend, triton
+from triaccel_bench.kernels.moments import GradientMoments
+from triaccel_bench.kernels.update import FusedSGD
+
+gpu = pytest.mark.gpu
+needs_card = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+if INTERPRETED:
+    PLACES = [pytest.param(("triton", "cpu"), id="triton-interpreted")]
+else:
+    PLACES = [
+        pytest.param(("torch", "cpu"), id="torch-cpu"),
+        pytest.param(("torch", "cuda"), id="torch-cuda", marks=[gpu, needs_card]),
+        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[gpu, needs_card]),
+    ]
+on_every_backend = pytest.mark.parametrize("place", PLACES)
+once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
+
+SHAPES = [(1,), (63,), (0,), (10, 100), (8, 4, 3, 3), (4097,), (3,), (0, 5), (7, 1)]
+LAYERS = 6
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """Deterministic mode fills new uninitialised tensors with NaN or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def gradients(seed: int, device: str = "cpu", shapes=SHAPES, mean: float = 0.5) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(shape, generator=generator) * 10.0 ** -(index % 4) + mean).to(device)
+        for index, shape in enumerate(shapes)
+    ]
+
+
+def scalar(value: float, device: str) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
+
+
+def variance_truth(grad: torch.Tensor) -> float:
+    return grad.double().var(correction=0).item() if grad.numel() else 0.0
+
+
+def new_moments(place, shapes=SHAPES, layers=LAYERS, beta=0.9, **more) -> GradientMoments:
+    backend, device = place
+    return GradientMoments([math.prod(shape) for shape in shapes], layers, device, backend, beta, **more)
+
+
+def state_of(moments: GradientMoments) -> list[torch.Tensor]:
+    return [moments.variance.clone(), moments.ema.clone(), moments.updates.clone()]
+
+
+def bits_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(left, right, strict=True))
+
+
+@on_every_backend
+@pytest.mark.parametrize("mean", [0.0, 10.0])
+def test_variance_is_as_close_to_the_truth_as_torch_is(place, mean):
+    device = place[1]
+    moments = new_moments(place)
+    grads = gradients(0, device, mean=mean)
+    moments.update(grads, scalar(1.0, device), scalar(1.0, device))
+    for measured, grad in zip(moments.variance.tolist(), grads):
+        truth = variance_truth(grad)
+        torch_error = abs(grad.var(correction=0).item() - truth) if grad.numel() else 0.0
+        rounding = 8 * torch.finfo(torch.float32).eps * truth
+        assert abs(measured - truth) <= max(2 * torch_error, rounding)
+    assert moments.nonfinite.tolist() == [0.0] and moments.updates.tolist() == [1]
+
+
+@on_every_backend
+def test_many_chunks_merge_into_the_variance_of_the_whole(place, monkeypatch):
+    monkeypatch.setattr(segments, "CHUNK_ELEMENTS", 32)
+    monkeypatch.setattr(moments_module, "CHUNKS_AT_ONCE", 8)
+    shapes = [(1999,), (32,), (33,), (256,)]
+    moments = new_moments(place, shapes, layers=4)
+    grads = [torch.linspace(100.0, 101.0 + index, *shape).to(place[1]) for index, shape in enumerate(shapes)]
+    moments.update(grads, scalar(1.0, place[1]), scalar(1.0, place[1]))
+    truth = torch.tensor([variance_truth(grad) for grad in grads])
+    # The mean is 350 standard deviations: E[x^2] - E[x]^2 would be off by half a percent.
+    torch.testing.assert_close(moments.variance.cpu(), truth, rtol=5e-5, atol=0.0)
+
+
+@on_every_backend
+def test_moving_average_starts_at_the_first_variance_and_follows_the_formula(place):
+    device, beta = place[1], 0.8
+    moments = new_moments(place, beta=beta)
+    expected = None
+    for step, factor in enumerate([1.0, 1.0, 2.0, 0.5]):
+        grads = gradients(step, device)
+        moments.update(grads, scalar(0.25, device), scalar(factor, device))
+        measured = torch.tensor([variance_truth(grad) for grad in grads[:LAYERS]], dtype=torch.float64) * factor / 16
+        expected = measured if expected is None else beta * expected + (1 - beta) * measured
+        torch.testing.assert_close(moments.variance.double().cpu(), measured, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(moments.ema.double().cpu(), expected, rtol=1e-5, atol=0.0)
+    assert moments.updates.tolist() == [4]
+
+
+@on_every_backend
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [(math.nan, (0, 0)), (math.inf, (5, 17)), (math.nan, (5, 4096)), (-math.inf, (6, 2)), (math.nan, (8, 6))],
+    ids=["nan-only-element", "inf-first-chunk", "nan-last-chunk", "minus-inf-bias", "nan-last-tensor"],
+)
+def test_a_step_with_a_non_finite_element_changes_no_statistic(place, value, where):
+    device = place[1]
+    one = scalar(1.0, device)
+    moments = new_moments(place)
+    moments.update(gradients(0, device), one, one)
+    before = state_of(moments)
+    grads = gradients(1, device)
+    grads[where[0]].view(-1)[where[1]] = value
+    moments.update(grads, one, one)
+    assert moments.nonfinite.tolist() == [1.0]
+    assert bits_equal(state_of(moments), before)
+    moments.update(gradients(2, device), one, one)
+    assert moments.nonfinite.tolist() == [0.0] and moments.updates.tolist() == [2]
+    assert not torch.equal(moments.ema, before[1])
+
+
+@on_every_backend
+def test_non_finite_first_steps_leave_the_statistics_unmeasured(place):
+    device = place[1]
+    one = scalar(1.0, device)
+    moments = new_moments(place)
+    for _ in range(2):
+        moments.update([grad.fill_(math.nan) for grad in gradients(0, device)], one, one)
+        assert moments.ema.isnan().all() and moments.variance.isnan().all() and moments.updates.tolist() == [0]
+    moments.update(gradients(1, device), one, one)
+    assert torch.equal(moments.ema, moments.variance) and moments.ema.isfinite().all()
+
+
+@on_every_backend
+def test_finite_gradients_beyond_the_range_of_a_variance_saturate(place):
+    device = place[1]
+    one = scalar(1.0, device)
+    moments = new_moments(place, [(4,), (2,)], layers=2)
+    largest = torch.finfo(torch.float32).max
+    for _ in range(2):
+        moments.update([torch.tensor([largest, -largest, 1.0, largest]).to(device), torch.ones(2).to(device)], one, one)
+    assert moments.nonfinite.tolist() == [0.0]
+    assert moments.variance.tolist() == [largest, 0.0] and moments.ema.tolist() == [largest, 0.0]
+
+
+@on_every_backend
+def test_statistics_do_not_depend_on_the_loss_scale(place):
+    device = place[1]
+    one = scalar(1.0, device)
+    shapes = [(63,), (10, 100), (3,)]
+    plain, scaled = new_moments(place, shapes, layers=2), new_moments(place, shapes, layers=2)
+    for step in range(20):
+        grads = gradients(step, device, shapes, mean=0.01)
+        plain.update(grads, one, one)
+        scaled.update([grad * 65536 for grad in grads], scalar(1 / 65536, device), one)
+        if step == 10:
+            scaled.update([grad * math.inf for grad in grads], scalar(1 / 65536, device), one)
+    torch.testing.assert_close(scaled.ema, plain.ema, rtol=1e-3, atol=0.0)
+
+
+@on_every_backend
+def test_any_memory_layout_gives_the_same_moments(place):
+    device = place[1]
+    dense = torch.randn(6, 5, 4, 3, generator=torch.Generator().manual_seed(3)).to(device)
+    layouts = [
+        dense,
+        dense.contiguous(memory_format=torch.channels_last),
+        dense.permute(3, 1, 0, 2),
+        torch.stack([dense, dense.neg()], dim=-1)[..., 0],
+        torch.cat([torch.full_like(dense, math.nan), dense])[6:],
+        dense[:1].expand(9, -1, -1, -1),
+    ]
+    moments = new_moments(place, [layout.shape for layout in layouts], layers=len(layouts))
+    moments.update(layouts, scalar(1.0, device), scalar(1.0, device))
+    truth = torch.tensor([variance_truth(layout) for layout in layouts])
+    torch.testing.assert_close(moments.variance.cpu(), truth, rtol=2e-6, atol=0.0)
+    assert moments.nonfinite.tolist() == [0.0]
+
+
+@on_every_backend
+def test_without_statistics_only_the_flag_and_the_count_move(place):
+    device = place[1]
+    one = scalar(1.0, device)
+    moments = new_moments(place, statistics=False)
+    grads = gradients(0, device)
+    moments.update(grads, one, one)
+    assert moments.nonfinite.tolist() == [0.0] and moments.updates.tolist() == [1]
+    grads[5][4096] = math.inf
+    moments.update(grads, one, one)
+    assert moments.nonfinite.tolist() == [1.0] and moments.updates.tolist() == [1]
+    assert moments.ema.isnan().all() and moments.variance.isnan().all()
+
+
+@on_every_backend
+def test_wrong_gradients_are_refused_before_anything_is_read(place):
+    device = place[1]
+    one = scalar(1.0, device)
+    moments = new_moments(place)
+    grads = gradients(0, device)
+    with pytest.raises(ValueError, match="expected 9 gradients, got 8; pass one"):
+        moments.update(grads[:-1], one, one)
+    for wrong, got in [(None, "None"), (grads[1].double(), "torch.float64"), (grads[1][:62], "with 62 elements")]:
+        with pytest.raises(ValueError, match=f"gradient 1: expected torch.float32 with 63 elements.*got.*{got}"):
+            moments.update([grads[0], wrong, *grads[2:]], one, one)
+    with pytest.raises(ValueError, match="at least one element"):
+        new_moments(place, [(0,), (0, 3)], layers=1)
+    with pytest.raises(ValueError, match="layers=3: expected 0 to 2"):
+        new_moments(place, [(2,), (1,)], layers=3)
+
+
+def update_case(device: str):
+    shapes = [(8, 4, 3, 3), (8,), (1000,), (0,), (6, 5, 1, 1), (4097,), (1,)]
+    params = [param.contiguous() for param in gradients(100, device, shapes, mean=0.1)]
+    params[0] = params[0].contiguous(memory_format=torch.channels_last)
+    return shapes, params, [0, -1, 1, 2, 2, -1, 0]
+
+
+def new_sgd(place, params, layer_of, momentum=0.9, weight_decay=5e-4) -> FusedSGD:
+    return FusedSGD(params, layer_of, place[0], momentum, weight_decay)
+
+
+def relative_difference(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
+    a, b = (torch.cat([t.double().reshape(-1).cpu() for t in tensors]) for tensors in (left, right))
+    return ((a - b).norm() / b.norm()).item()
+
+
+@on_every_backend
+@pytest.mark.parametrize(("momentum", "steps"), [(0.9, 200), (0.0, 10)])
+def test_updates_equal_torch_sgd_on_the_same_gradients(place, momentum, steps):
+    device = place[1]
+    shapes, layer_of = [(8, 4, 3, 3), (1000,), (63,), (1,)], [0, -1, 1, 2]
+    params = gradients(100, device, shapes, mean=0.1)
+    params[0] = params[0].contiguous(memory_format=torch.channels_last)
+    theirs = [param.clone().requires_grad_() for param in params]
+    exact = [param.double().requires_grad_() for param in params]
+    options = {"lr": 0.05, "momentum": momentum, "weight_decay": 5e-4, "foreach": False}
+    optimizers = [torch.optim.SGD(group, **options) for group in (theirs, exact)]
+    sgd = new_sgd(place, params, layer_of, momentum)
+    lr, rates, one = scalar(0.05, device), torch.ones(3, device=device), scalar(1.0, device)
+    flag = torch.zeros(1, device=device)
+    recorded = [gradients(seed, device, shapes, mean=0.0) for seed in range(10)]
+    for step in range(steps):
+        grads = recorded[step % 10]
+        for group, optimizer in zip((theirs, exact), optimizers):
+            for param, grad in zip(group, grads):
+                param.grad = grad.to(param.dtype)
+            optimizer.step()
+        sgd.step([grad.clone() for grad in grads], lr, rates, one, flag)
+    assert relative_difference(params, theirs) < 1e-6
+    assert relative_difference(params, exact) <= 2 * relative_difference(theirs, exact) + 1e-7
+
+
+@on_every_backend
+def test_rates_weight_decay_and_loss_scale_follow_the_formula(place):
+    device = place[1]
+    shapes, params, layer_of = update_case(device)
+    weights = [param.double().cpu() for param in params]
+    buffers = [torch.zeros_like(weight) for weight in weights]
+    sgd = new_sgd(place, params, layer_of, momentum=0.5, weight_decay=0.1)
+    rates = torch.tensor([0.25, 0.5, 0.125], device=device)
+    # The scalars are views at odd offsets, as when a caller keeps them in one tensor.
+    shared = torch.tensor([0.0, 0.2, 1 / 1024], device=device)
+    for step in range(3):
+        grads = gradients(step, device, shapes)
+        sgd.step([grad * 1024 for grad in grads], shared[1], rates, shared[2], torch.zeros(1, device=device))
+        for weight, buffer, grad, layer in zip(weights, buffers, grads, layer_of):
+            buffer.mul_(0.5).add_(grad.double().cpu() + 0.1 * weight)
+            weight.sub_(0.2 * (1.0 if layer < 0 else rates[layer].item()) * buffer)
+    assert relative_difference(params, weights) < 1e-6
+    assert relative_difference(sgd.momenta, buffers) < 1e-6
+
+
+@on_every_backend
+def test_a_bad_step_leaves_weights_and_momenta_bit_for_bit(place):
+    device = place[1]
+    shapes, params, layer_of = update_case(device)
+    sgd = new_sgd(place, params, layer_of)
+    lr, rates, one = scalar(0.05, device), torch.ones(3, device=device), scalar(1.0, device)
+    sgd.step(gradients(0, device, shapes), lr, rates, one, torch.zeros(1, device=device))
+    before = [tensor.clone() for tensor in [*params, *sgd.momenta]]
+    for value in (math.nan, math.inf):
+        grads = [torch.full_like(grad, value) for grad in gradients(1, device, shapes)]
+        sgd.step(grads, lr, rates, one, torch.ones(1, device=device))
+    assert bits_equal([*params, *sgd.momenta], before)
+
+
+@on_every_backend
+def test_gradients_may_lie_otherwise_than_their_parameters(place):
+    device = place[1]
+    shape = (6, 5, 4, 3)
+    start = gradients(0, device, [shape])[0]
+    grad = gradients(1, device, [shape])[0]
+    channels_last = torch.channels_last
+    lr, no_rates, one = scalar(0.5, device), torch.ones(0, device=device), scalar(1.0, device)
+    flag = torch.zeros(1, device=device)
+    results = []
+    for param, given in [
+        (start, grad),
+        (start, grad.contiguous(memory_format=channels_last)),
+        (start.contiguous(memory_format=channels_last), grad),
+        (start, torch.stack([grad, grad], dim=-1)[..., 1]),
+        (start[:, :, :1, :1], grad[:, :, :1, :1].contiguous(memory_format=channels_last)),
+    ]:
+        param = param.clone()
+        if not segments.is_dense(param):
+            param = param.contiguous()
+        sgd = new_sgd(place, [param], [-1], weight_decay=0.0)
+        sgd.step([given.clone()], lr, no_rates, one, flag)
+        assert sgd.momenta[0].stride() == param.stride()
+        results.append(param)
+    for result in results:
+        rows, columns = result.shape[2:]
+        torch.testing.assert_close(result, (start - 0.5 * grad)[:, :, :rows, :columns], rtol=1e-6, atol=1e-6)
+
+
+@on_every_backend
+def test_wrong_arguments_of_the_update_are_refused(place):
+    device = place[1]
+    weight = torch.ones(4, 6, device=device)
+    with pytest.raises(ValueError, match="expected an index or -1 for each of 1 parameters"):
+        new_sgd(place, [weight], [0, 1])
+    with pytest.raises(ValueError, match="parameter 0: expected dense torch.float32"):
+        new_sgd(place, [weight[:, ::2]], [0])
+    sgd = new_sgd(place, [weight], [1])
+    arguments = [scalar(0.1, device), torch.ones(2, device=device), scalar(1.0, device), torch.zeros(1, device=device)]
+    with pytest.raises(ValueError, match=r"gradient 0: expected shape \(4, 6\), got \(6, 4\)"):
+        sgd.step([torch.ones(6, 4, device=device)], *arguments)
+    arguments[1] = torch.ones(1, device=device)
+    with pytest.raises(ValueError, match="rates: expected at least 2 elements, got 1"):
+        sgd.step([weight.clone()], *arguments)
+
+
+def test_a_dense_layout_is_told_from_one_with_gaps_or_overlap():
+    tensor = torch.zeros(4, 3, 2, 5)
+    dense = [tensor, tensor.permute(2, 0, 3, 1), tensor[:2], tensor[:1, :1, :1].mT, torch.zeros(0, 4)]
+    loose = [tensor[:, :2], tensor[::2], tensor[:1].expand(2, -1, -1, -1), tensor[..., 1]]
+    assert all(map(segments.is_dense, dense)) and not any(map(segments.is_dense, loose))
+
+
+def test_a_captured_address_table_is_filled_by_flush_and_never_rewritten(monkeypatch):
+    table = segments.AddressTable(2, torch.device("cpu"))
+    pairs = [[torch.zeros(1), torch.zeros(1)] for _ in range(4)]
+    addresses = [[tensor.data_ptr() for tensor in pair] for pair in pairs]
+    eager = table.of(pairs[0])
+    table.bind(pairs[3])
+    with monkeypatch.context() as capture:
+        capture.setattr(segments, "_capturing", lambda device: True)
+        first = table.of(pairs[1])
+        assert table.of(pairs[1]) is first and first.tolist() != addresses[1]
+        assert table.of(pairs[3]).tolist() == addresses[3]
+        with pytest.raises(RuntimeError, match="flush"):
+            table.of(pairs[2])
+    table.flush()
+    with monkeypatch.context() as capture:
+        capture.setattr(segments, "_capturing", lambda device: True)
+        second = table.of(pairs[2])
+    table.flush()
+    assert table.of(pairs[3]) is eager
+    assert [first.tolist(), second.tolist(), eager.tolist()] == [addresses[1], addresses[2], addresses[3]]
+
+
+@once
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_backends_that_cannot_run_are_refused_with_a_way_out():
+    with pytest.raises(ValueError, match="backend='cuda': expected 'triton' or 'torch'"):
+        require_backend("cuda", torch.device("cpu"))
+    with pytest.raises(ValueError, match="expected tensors on cuda, got cpu; move them or pass backend='torch'"):
+        GradientMoments([3], 1, "cpu", "triton", 0.9)
+
+
+IMPORT_AND_USE = """
+import torch
+from triaccel_bench.kernels import backend, moments, segments, update
+one = torch.tensor(1.0)
+m = moments.GradientMoments([2], 1, "cpu", "torch", 0.9)
+m.update([torch.tensor([1.0, 3.0])], one, one)
+w = torch.ones(2)
+update.FusedSGD([w], [-1], "torch", 0.9, 0.0).step([torch.ones(2)], one, torch.ones(0), one, m.nonfinite)
+assert m.ema.tolist() == [1.0] and w.tolist() == [0.0, 0.0]
+try:
+    update.FusedSGD([w], [-1], "triton", 0.9, 0.0)
+except ValueError as error:
+    assert "pass backend='torch'" in str(error), error
+else:
+    raise AssertionError("the triton backend was accepted")
+"""
+
+
+def run_python(arguments: list[str], **environment: str) -> str:
+    inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, *arguments], env=inherited | environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@once
+def test_kernels_import_and_run_where_triton_is_absent():
+    run_python(["-c", "import sys; sys.modules['triton'] = None\n" + IMPORT_AND_USE + "assert backend.triton is None"])
+
+
+@once
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_kernels_import_and_run_where_triton_finds_no_gpu():
+    run_python(["-c", IMPORT_AND_USE + "assert backend.triton is not None"], CUDA_VISIBLE_DEVICES="")
+
+
+@once
+@pytest.mark.skipif(triton is None, reason="needs Triton")
+def test_triton_kernels_pass_this_file_in_the_interpreter():
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-k", "triton-interpreted", str(Path(__file__))]
+    output = run_python(command, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    assert " passed" in output and "skipped" not in output
+
+
+def card_case(backend: str):
+    """A step on the card: gradients are computed (2 x input x weight), measured and applied."""
+    shapes = [(512, 256, 3, 3), (64, 32, 1, 1), (1000,), (63,), (1,)]
+    params = gradients(7, "cuda", shapes)
+    moments = GradientMoments([param.numel() for param in params], 2, "cuda", backend, 0.9)
+    sgd = FusedSGD(params, [0, 1, -1, -1, -1], backend, 0.9, 5e-4)
+    factor, scale = scalar(1.0, "cuda"), scalar(1 / 1024, "cuda")
+    lr, rates = scalar(0.01, "cuda"), torch.tensor([1.0, 0.5], device="cuda")
+
+    def step(inputs: torch.Tensor) -> None:
+        grads = [inputs * param for param in params]
+        moments.update(grads, scale, factor)
+        sgd.step(grads, lr, rates, scale, moments.nonfinite)
+
+    return params, moments, sgd, step
+
+
+INPUTS = [1024.0, 2048.0, math.inf, 512.0, math.nan, 1024.0]
+
+
+@gpu
+@needs_card
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_graph_replays_equal_eager_steps(backend):
+    params, moments, sgd, step = card_case(backend)
+    fixed = scalar(math.inf, "cuda")
+    graphs = []
+    for _ in range(2):
+        # The warm-up compiles what a capture cannot; its inf leaves the state as it was.
+        step(fixed)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step(fixed)
+        moments.flush()
+        sgd.flush()
+        graphs.append(graph)
+    for index, value in enumerate(INPUTS):
+        fixed.fill_(value)
+        graphs[index % 2].replay()
+    expected_params, expected, expected_sgd, eager_step = card_case("torch")
+    for value in INPUTS:
+        eager_step(scalar(value, "cuda"))
+    assert moments.updates.tolist() == expected.updates.tolist() == [4]
+    assert moments.nonfinite.tolist() == [0.0]
+    torch.testing.assert_close(moments.ema, expected.ema, rtol=1e-5, atol=0.0)
+    assert relative_difference(params, expected_params) < 1e-6
+    assert relative_difference(sgd.momenta, expected_sgd.momenta) < 1e-6
+
+
+@gpu
+@needs_card
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_steps_never_wait_for_the_device(backend):
+    params, moments, sgd, step = card_case(backend)
+    inputs = [scalar(value, "cuda") for value in INPUTS]
+    before = [param.clone() for param in params]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for value in inputs:
+            step(value)
+        moments.bind(params)
+        moments.flush()
+        sgd.flush()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert moments.updates.tolist() == [4] and not torch.equal(params[0], before[0])
+
+
+@gpu
+@needs_card
+def test_triton_moments_are_the_same_from_launch_to_launch():
+    grads = gradients(9, "cuda", [(512, 512, 3, 3), (1000, 512), (63,)])
+    one = scalar(1.0, "cuda")
+    seen = set()
+    for _ in range(20):
+        moments = GradientMoments([grad.numel() for grad in grads], 2, "cuda", "triton", 0.9)
+        moments.update(grads, one, one)
+        seen.add(tuple(moments.ema.tolist()))
+    assert len(seen) == 1
+    torch.testing.assert_close(
+        torch.tensor(seen.pop()), torch.tensor([variance_truth(grad) for grad in grads[:2]]), rtol=2e-6, atol=0.0
+    )
