@@ -140,7 +140,7 @@ if triton is not None:
 
 
 class GradientMoments:
-    """Variance of each layer's gradient and its moving average, without a wait for the device (section 3.1 of the paper).
+    """Variance of each layer's gradient and its moving average (section 3.1 of the paper); never waits for the device.
 
     v_l(t) = beta v_l(t-1) + (1 - beta) b Var[g_l(t) / scale], with the population variance over
     the elements of layer l's weight gradient and b the batch factor. The first finite step sets
@@ -209,9 +209,11 @@ class GradientMoments:
             batch_factor: f32 scalar on the device, by which variances are multiplied (B / B_0, or 1).
 
         Raises:
-            ValueError: a gradient is missing or differs from ``sizes`` in elements, from FP32 or from the device.
+            ValueError: a gradient is missing or differs from ``sizes`` in elements, or an argument is not
+                FP32 on the device.
         """
         self._segments.check(grads)
+        self._segments.check_values(inverse_scale=inverse_scale, batch_factor=batch_factor)
         if self._table is None:
             layers = self._layers if self._statistics else 0
             moments_reference(

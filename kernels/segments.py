@@ -63,6 +63,18 @@ class Segments:
                     "pass FP32 gradients in the order given at construction"
                 )
 
+    def check_values(self, **values: Tensor) -> None:
+        """Stop a small input that a kernel would misread.
+
+        Raises:
+            ValueError: one is not FP32 on the segments' device.
+        """
+        for name, value in values.items():
+            if value.dtype != torch.float32 or value.device != self.device:
+                raise ValueError(
+                    f"{name}: expected torch.float32 on {self.device}, got {value.dtype} on {value.device}; convert it"
+                )
+
 
 class AddressTable:
     """Device tables (int64 ``[count]``) of the addresses of ``count`` tensors, written without waiting for the device.

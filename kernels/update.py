@@ -145,10 +145,11 @@ class FusedSGD:
             nonfinite: f32 ``[1]`` on the device; 1.0 skips the step.
 
         Raises:
-            ValueError: a gradient is missing or differs from its parameter in shape, from FP32 or from
-                the device, or ``rates`` is too short.
+            ValueError: a gradient is missing or differs from its parameter in shape, an argument is not
+                FP32 on the device, or ``rates`` is too short.
         """
         self._segments.check(grads)
+        self._segments.check_values(lr=lr, rates=rates, inverse_scale=inverse_scale, nonfinite=nonfinite)
         if rates.numel() <= max(self._layer_of):
             raise ValueError(
                 f"rates: expected at least {max(self._layer_of) + 1} elements, got {rates.numel()}; "

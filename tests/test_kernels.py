@@ -101,6 +101,9 @@ def test_many_chunks_merge_into_the_variance_of_the_whole(place, monkeypatch):
     truth = torch.tensor([variance_truth(grad) for grad in grads])
     # The mean is 350 standard deviations: E[x^2] - E[x]^2 would be off by half a percent.
     torch.testing.assert_close(moments.variance.cpu(), truth, rtol=5e-5, atol=0.0)
+    grads[0][40] = math.nan
+    moments.update(grads, scalar(1.0, place[1]), scalar(1.0, place[1]))
+    assert moments.nonfinite.tolist() == [1.0]
 
 
 @on_every_backend
@@ -223,6 +226,8 @@ def test_wrong_gradients_are_refused_before_anything_is_read(place):
     for wrong, got in [(None, "None"), (grads[1].double(), "torch.float64"), (grads[1][:62], "with 62 elements")]:
         with pytest.raises(ValueError, match=f"gradient 1: expected torch.float32 with 63 elements.*got.*{got}"):
             moments.update([grads[0], wrong, *grads[2:]], one, one)
+    with pytest.raises(ValueError, match="batch_factor: expected torch.float32 on .*, got torch.float64"):
+        moments.update(grads, one, one.double())
     with pytest.raises(ValueError, match="at least one element"):
         new_moments(place, [(0,), (0, 3)], layers=1)
     with pytest.raises(ValueError, match="layers=3: expected 0 to 2"):
@@ -346,6 +351,8 @@ def test_wrong_arguments_of_the_update_are_refused(place):
     arguments = [scalar(0.1, device), torch.ones(2, device=device), scalar(1.0, device), torch.zeros(1, device=device)]
     with pytest.raises(ValueError, match=r"gradient 0: expected shape \(4, 6\), got \(6, 4\)"):
         sgd.step([torch.ones(6, 4, device=device)], *arguments)
+    with pytest.raises(ValueError, match="lr: expected torch.float32 on .*, got torch.float64"):
+        sgd.step([weight.clone()], arguments[0].double(), *arguments[1:])
     arguments[1] = torch.ones(1, device=device)
     with pytest.raises(ValueError, match="rates: expected at least 2 elements, got 1"):
         sgd.step([weight.clone()], *arguments)
