@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
     0: {"settings", "records", "paper", "graphs", "sources"},
-    1: {"hardware", "data", "models", "schedule", "curvature", "meters", "stats", "configuration", "progress"},
-    2: {"precision", "control", "tables"},
+    1: {"hardware", "data", "models", "schedule", "curvature", "meters", "stats", "results", "labels", "layout"},
+    2: {"precision", "control", "tables", "configuration", "progress"},
     3: {"engine"},
     4: {"methods"},
     5: {"trainer", "library"},

@@ -18,9 +18,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from triaccel_bench.configuration import CONFIG_PACKAGE, to_settings
+from triaccel_bench.layout import render_terminal
 from triaccel_bench.progress import open_reporter
-from triaccel_bench.runner import Outcome, run_cells
+from triaccel_bench.results import read_results
+from triaccel_bench.runner import Outcome, Refused, run_cells
 from triaccel_bench.settings import Settings, SettingsError
+from triaccel_bench.tables import table1
 
 _LOCAL_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -35,11 +38,17 @@ def run(arguments: list[str]) -> int:
     # Hydra would print a traceback hint and exit 1 by itself; with this it raises and we say it in a sentence.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     jobs: list[Settings] = []
+    mistakes: list[Exception] = []
     outcomes: list[Outcome] = []
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_PACKAGE}", config_name="config")
     def job(config: DictConfig) -> None:
-        settings = to_settings(config)
+        try:
+            settings = to_settings(config)
+        except (SettingsError, OmegaConfBaseException) as error:
+            # Raised here, Hydra would add a line of its own.
+            mistakes.append(error)
+            return
         if HydraConfig.get().launcher._target_ == _LOCAL_LAUNCHER:
             # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
             jobs.append(settings)
@@ -50,8 +59,10 @@ def run(arguments: list[str]) -> int:
     previous, sys.argv = sys.argv, ["triaccel-bench", *arguments]
     try:
         job()
+        if mistakes:
+            raise mistakes[0]
         outcomes.extend(_run(jobs))
-    except (HydraException, OmegaConfBaseException, SettingsError) as error:
+    except (HydraException, OmegaConfBaseException, SettingsError, Refused) as error:
         print(f"triaccel-bench: {_sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -67,19 +78,22 @@ def _run(jobs: list[Settings]) -> list[Outcome]:
         return []
     with open_reporter(jobs[0].progress) as reporter:
         outcomes = run_cells(jobs, reporter)
-        _summarise(outcomes, reporter)
+    for outcome in outcomes:
+        if outcome.status == "refused":
+            print(f"triaccel-bench: {outcome.label}: {outcome.reason}", file=sys.stderr)
+    if jobs[0].progress != "none":
+        _summarise(outcomes)
     return outcomes
 
 
-def _summarise(outcomes: list[Outcome], reporter) -> None:
-    from triaccel_bench.tables import render_records
-
-    paths = [outcome.path for outcome in outcomes if outcome.path is not None]
-    if paths:
-        reporter.line(render_records(paths))
+def _summarise(outcomes: list[Outcome]) -> None:
+    folders = {outcome.path.parent.parent for outcome in outcomes if outcome.path is not None}
+    if folders:
+        print()
+        render_terminal(table1(read_results(sorted(folders))))
     for outcome in outcomes:
-        if outcome.status != "done":
-            reporter.line(f"{outcome.status}: {outcome.label} seed {outcome.seed}: {outcome.reason}")
+        if outcome.status not in ("done", "refused"):
+            print(f"{outcome.status}: {outcome.label} seed {outcome.seed}: {outcome.reason}")
 
 
 def _exit_code(outcomes: list[Outcome]) -> int:

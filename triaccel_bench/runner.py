@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,20 +33,19 @@ class Refused(RuntimeError):
 def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     """Run every seed of every cell that has no finished record yet, one after the other.
 
-    A cell that cannot be set up is listed as refused and the others go on; a seed that fails
-    leaves a record that says so.
+    A cell whose data or weights cannot be used is listed as refused and the others go on; a
+    seed that fails leaves a record that says so.
+
+    Raises:
+        Refused: a device that the cells ask for cannot be used; nothing has been run.
     """
+    devices = {key: _device_name(*key) for key in dict.fromkeys((s.device, s.kernels) for s in cells)}
     outcomes: list[Outcome] = []
-    devices: dict[tuple[str, str], str] = {}
     for settings in cells:
         label = cell_label(settings)
         try:
-            key = (settings.device, settings.kernels)
-            if key not in devices:
-                devices[key] = _device_name(*key)
-            _run_cell(settings, label, devices[key], reporter, outcomes)
+            _run_cell(settings, label, devices[settings.device, settings.kernels], reporter, outcomes)
         except Refused as error:
-            reporter.line(f"{label}: {error}")
             outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None))
     return outcomes
 
@@ -126,6 +126,8 @@ def _child(entry: str, arguments: tuple, receive) -> tuple[tuple | None, int | N
     The fork server imports torch once and never touches CUDA, so a child starts in
     milliseconds and with a clean device.
     """
+    # Threads that spin while they wait cost a busy two-core machine a factor of ten; the setting is read at start-up.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["triaccel_bench.worker"])
     here, there = context.Pipe(duplex=False)

@@ -1,0 +1,30 @@
+# `make help` lists the targets. Everything is installed into .venv from the package index.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test tables clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(INSTALLED) ## create .venv and install the project with what its tests need
+
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]'
+	@touch $@
+
+demo: $(INSTALLED) ## FP32, AMP and Tri-Accel on real digits, three seeds, no GPU, no download; then the table
+	$(BIN)/triaccel-bench +experiment=demo
+
+test: $(INSTALLED) ## the whole test suite
+	$(BIN)/python -m pytest
+
+tables: $(INSTALLED) ## Tables 1 and 2 from results/runs, written to results/tables
+	$(BIN)/triaccel-tables
+
+clean: ## remove .venv and build products; results stay
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache

@@ -1,0 +1,74 @@
+"""The scripts do what the README says of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny import settings, trainer
+
+from triaccel_bench.curvature import HessianEstimator
+from triaccel_bench.records import write_run
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import check_loop  # noqa: E402
+
+
+def test_own_loop_moves_rates():
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "own_loop.py"], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = [float(line.split("loss ")[1].split(",")[0]) for line in done.stdout.splitlines()]
+    assert second < first
+    assert float(done.stdout.split()[-1]) < 1.0
+
+
+def record(folder: Path, monkeypatch, *overrides: str):
+    probe = HessianEstimator.probe
+    monkeypatch.setattr(HessianEstimator, "probe", lambda self, images, labels, budget: probe(self, images, labels, None))
+    made, run = trainer(settings("method.precision.cpu_executes=requested", *overrides))
+    trace = made.train()
+    run.status, run.reason = "done", None
+    write_run(folder, run, trace)
+    return run, trace
+
+
+def test_check_loop_passes_a_loop_that_acts(tmp_path, monkeypatch, capsys):
+    record(tmp_path / "run", monkeypatch, "epochs=6")
+    assert check_loop.main([str(tmp_path)]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    for what in ("two executed dtypes", "plan changed", "B changed", "B settled", "finite lambda", "rate scale", "promoted"):
+        assert f"pass  {what}" in said.replace("the ", "").replace("a ", "") or what in said
+
+
+def test_check_loop_fails_a_loop_that_does_nothing(tmp_path, monkeypatch, capsys):
+    """A static run that claims to be Tri-Accel fails every check of movement."""
+    run, trace = record(tmp_path / "run", monkeypatch, "method=fp32")
+    run.method = "triaccel"
+    for section, key in (("precision", "adaptive"), ("batch", "elastic"), ("curvature", "rates"), ("curvature", "promotion")):
+        run.settings["method"][section][key] = True
+    write_run(tmp_path / "run", run, trace)
+    assert check_loop.main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out.count("FAIL") == 7
+
+
+@pytest.mark.parametrize("method, switch", [
+    ("triaccel_batch", "batch"), ("triaccel_precision", "precision"), ("triaccel_curvature", "curvature"),
+])  # fmt: skip
+def test_check_loop_sees_an_ablation_that_moves_another_switch(tmp_path, monkeypatch, method, switch):
+    run, trace = record(tmp_path / "run", monkeypatch, f"method={method}", "epochs=6")
+    assert all(holds for _, holds, _ in check_loop.checks(run, trace))
+    method_settings = run.settings["method"]
+    method_settings["precision"]["adaptive"] = False
+    method_settings["batch"]["elastic"] = False
+    method_settings["curvature"] |= {"rates": False, "promotion": False}
+    moved = [what for what, holds, _ in check_loop.checks(run, trace) if not holds]
+    expected = {"batch": "batch stayed", "precision": "precision stayed", "curvature": "rates stayed"}[switch]
+    assert any(expected in what for what in moved)
+
+
+def test_check_loop_without_tri_accel_records_says_so(tmp_path, capsys):
+    assert check_loop.main([str(tmp_path)]) == 2
+    assert "triaccel" in capsys.readouterr().err
