@@ -1,0 +1,95 @@
+"""Largest eigenvalues of a symmetric operator that is known by its products alone. Knows nothing of training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """The algebraically largest eigenvalues of an operator on ``n`` coordinates, as far as a run of Lanczos found them.
+
+    ``eigenvalues`` descend, ``min(k, n)`` of them; each is a lower bound up to rounding, and the
+    largest, tight first, alone decides ``converged``. ``iterations`` counts products.
+    Empty and not converged if a product was not finite.
+    """
+
+    eigenvalues: tuple[float, ...]
+    iterations: int
+    converged: bool
+
+
+def most_products(size: int, k: int, iterations: int) -> int:
+    """Products that ``lanczos`` takes at most on ``size`` coordinates."""
+    return min(size, max(iterations, k))
+
+
+def lanczos(
+    product: Product, start: Tensor, k: int, iterations: int, tolerance: float, random_unit: Callable[[], Tensor]
+) -> tuple[Spectrum, Tensor]:
+    """Lanczos with full reorthogonalisation.
+
+    Stops after ``min(k, n)`` or more products once the top Ritz pair ``(theta, y)`` has
+    ``|H y - theta y| <= tolerance |theta|``, after ``most_products`` at the latest. Where the
+    Krylov space is exhausted before (a zero or low-rank operator, repeated eigenvalues) it goes
+    on from fresh random directions up to that limit, since what it has seen bounds neither the
+    unseen eigenvalues nor their multiplicity. One host read per product.
+
+    Args:
+        product: unit vector (n,) -> operator times vector (n,).
+        start: first direction (n,), not zero; its dtype and device are the computation's.
+        random_unit: draws a unit vector (n,).
+
+    Returns:
+        The spectrum, and the top Ritz vector (n,) of unit norm (``start`` if a product was not finite).
+    """
+    size = start.numel()
+    wanted, limit = min(k, size), most_products(size, k, iterations)
+    basis = start.new_empty(limit, size)
+    basis[0] = unit(start)
+    # Rows and columns as the basis: the operator seen from the Krylov space.
+    projection = torch.zeros(limit, limit, dtype=torch.float64)
+    restarted = False
+    for count in range(1, limit + 1):
+        known = basis[:count]
+        coefficients, rest = _orthogonalised(product(known[-1]), known)
+        *column, beta = torch.cat((coefficients, torch.linalg.vector_norm(rest).view(1))).tolist()
+        if not all(math.isfinite(value) for value in (*column, beta)):
+            return Spectrum((), count, False), start
+        projection[:count, count - 1] = torch.tensor(column, dtype=torch.float64)
+        block = projection[:count, :count]
+        # Rounding, or a product by differences, leaves it slightly unsymmetric.
+        values, vectors = torch.linalg.eigh((block + block.T) / 2)
+        exhausted = count == size or beta <= torch.finfo(start.dtype).eps ** 0.5 * float(values.abs().max())
+        residual = 0.0 if exhausted else beta * abs(float(vectors[-1, -1]))
+        converged = residual <= tolerance * abs(float(values[-1]))
+        restarted |= exhausted
+        if count == limit or (converged and count >= wanted and not restarted):
+            break
+        if exhausted:
+            basis[count] = unit(_orthogonalised(random_unit(), known)[1])
+        else:
+            projection[count, count - 1] = beta
+            basis[count] = rest / beta
+    top = vectors[:, -1].to(basis) @ basis[:count]
+    return Spectrum(tuple(values.flip(0)[:wanted].tolist()), count, converged), top
+
+
+def unit(vector: Tensor) -> Tensor:
+    """``vector`` at norm 1."""
+    return vector / torch.linalg.vector_norm(vector)
+
+
+def _orthogonalised(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """Coefficients of ``vector`` (n,) in orthonormal rows (m, n), and what is left of it. Two passes are enough."""
+    first = basis @ vector
+    rest = vector - first @ basis
+    second = basis @ rest
+    return first + second, rest - second @ basis
