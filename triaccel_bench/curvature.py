@@ -104,13 +104,15 @@ class HessianEstimator:
         self._turns = list(layers)
         self._refreshes = dict.fromkeys(layers, 0)
         self._vectors: dict[str, Tensor] = {}
-        self._seconds_per_product: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._seconds_per_product = 0.0
 
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None) -> Probe:
         """Refresh the layers whose turn it is, least recently refreshed first.
 
-        The first layer is always refreshed; each further one only while its predicted cost, at
-        the price last measured per product, stays within ``budget_seconds`` (``None``: no limit).
+        The first layer is always refreshed; each further one only while its predicted cost stays
+        within ``budget_seconds`` (``None``: no limit). Predicted is what the layer's last turn took,
+        or, before its first one, its products at most times the price of one in the turn before.
         Waits for the device at the start, so that earlier work is not charged to the probe, and
         once per product. Needs device memory for the gradients of one batch and for one layer's
         Lanczos vectors; all of it is free again on return. What is kept is one 16-bit host
@@ -154,15 +156,15 @@ class HessianEstimator:
         self._refreshes[name] += 1
         self._turns.remove(name)
         self._turns.append(name)
-        # Taken out first, so that the entry measured last stands last.
-        self._seconds_per_product.pop(name, None)
-        self._seconds_per_product[name] = (self._now() - begun) / spectrum.iterations
+        self._seconds[name] = self._now() - begun
+        self._seconds_per_product = self._seconds[name] / spectrum.iterations
         return spectrum
 
     def _predicted_seconds(self, name: str) -> float:
-        latest = next(reversed(self._seconds_per_product.values()))
+        if name in self._seconds:
+            return self._seconds[name]
         products = most_products(self._leaf(name).numel(), self._settings.k, self._settings.iterations)
-        return products * self._seconds_per_product.get(name, latest)
+        return products * self._seconds_per_product
 
     def _leaf(self, name: str) -> Tensor:
         # A second tensor on the weight's storage: differentiating it cannot touch the parameter's grad or flags.
