@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    0: {"settings", "records", "paper", "graphs", "sources"},
+    0: {"settings", "records", "paper", "graphs", "sources", "lanczos"},
     1: {"hardware", "data", "models", "schedule", "curvature", "meters", "stats", "results", "labels", "layout"},
     2: {"precision", "control", "tables", "configuration", "progress"},
     3: {"engine"},

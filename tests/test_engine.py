@@ -156,7 +156,7 @@ def test_evaluation_counts_every_image_once_whatever_the_batch(size):
             start = next(place)
             return functional.one_hot(answers[start : start + size], 10).float()
 
-    made.network = type(made.network)(Answers(), {}, ())
+    made.network = type(made.network)(Answers(), {}, {}, ())
     batches = ((torch.zeros(len(part), 1), part) for part in labels.split(size))
     loss_sum, correct, samples = made.evaluate(batches)
     assert (correct, samples) == (7_005, count)

@@ -33,6 +33,18 @@ def test_consumer_of_a_join_is_the_next_layer():
     ]  # fmt: skip
 
 
+def test_consumers_follow_the_data_not_the_order_of_definition():
+    resnet = build("resnet18").consumers
+    assert resnet["conv1"] == "layer1.0.conv1"
+    assert resnet["layer2.0.conv2"] == resnet["layer2.0.downsample.0"] == "layer2.1.conv1"
+    assert resnet["layer4.1.conv2"] == resnet["fc"] == "fc"
+    efficientnet = build("efficientnet_b0").consumers
+    block = "features.2.0.block"
+    assert efficientnet[f"{block}.0.0"] == f"{block}.1.0"
+    assert efficientnet[f"{block}.1.0"] == efficientnet[f"{block}.2.fc2"] == f"{block}.3.0"
+    assert efficientnet[f"{block}.2.fc1"] == f"{block}.2.fc2"
+
+
 @pytest.mark.parametrize("name, build_original", [
     ("resnet18", torchvision.models.resnet18), ("efficientnet_b0", torchvision.models.efficientnet_b0),
 ])  # fmt: skip

@@ -1,6 +1,5 @@
 """Layers run in their assigned dtype, meet without a mismatch, and a uniform plan is autocast."""
 
-import copy
 import itertools
 
 import pytest
@@ -58,7 +57,8 @@ def test_evaluation_uses_the_same_casts():
 def test_uniform_plan_computes_what_autocast_computes(name):
     network = prepared(name)
     network.module.eval()  # no random depth or dropout, so that both see the same computation
-    plain = copy.deepcopy(network.module)
+    torch.manual_seed(0)
+    plain = models.build(compose([f"model={name}"]).model, 10).module.eval()
     precision.apply(network, ["bf16"] * len(network.layers))
     images, labels = torch.randn(2, 3, side(name), side(name)), torch.tensor([3, 4])
     ours = network.module(images)
@@ -88,6 +88,35 @@ def test_join_is_stored_in_the_consumers_dtype():
     network.module.layer1.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     network.module(torch.randn(2, 3, 8, 8))
     assert seen == [torch.bfloat16]
+
+
+def saved_bytes(network, images) -> int:
+    """Bytes kept for the backward pass, each storage once, parameters not counted."""
+    parameters = {p.untyped_storage().data_ptr() for p in network.module.parameters()}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = (tensor, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        network.module(images).sum()
+    return sum(size for _, size in storages.values())
+
+
+@pytest.mark.parametrize("name", ["resnet8", "efficientnet_b0"])
+def test_a_mixed_plan_keeps_no_second_copies(name):
+    """Changing dtype at every layer must not need more memory than running every layer in FP32."""
+    network = prepared(name)
+    images = torch.randn(16, 3, 32, 32)
+    kept = {}
+    for label, levels in {"fp32": ["fp32"], "bf16": ["bf16"], "mixed": ["fp16", "bf16"]}.items():
+        plan = list(itertools.islice(itertools.cycle(levels), len(network.layers)))
+        precision.apply(network, plan)
+        kept[label] = saved_bytes(network, images)
+    assert kept["bf16"] <= kept["mixed"] <= 1.1 * kept["bf16"] < kept["fp32"]
 
 
 @pytest.mark.parametrize("plan", [["fp32"], ["fp64"] * 10])

@@ -2,8 +2,10 @@
 
 A *layer* is a module with a weight matrix or kernel (convolution, linear); it is what the
 paper's index l runs over. A *join* is where two branches of unlike dtype may meet: the
-residual addition, and the squeeze-and-excitation product. A join hands its result on in the
-dtype of the layer that consumes it, so that a plan, not type promotion, decides what is stored.
+residual addition, and the squeeze-and-excitation product. Layers and joins alike hand their
+results on in the dtype of the layer that consumes them. What is kept for the backward pass
+then exists once, in the dtype its consumer reads; a cast on the way in would keep two copies
+at every change of dtype, and a mixed plan would need more memory than FP32.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ class Network:
     module: nn.Module
     layers: dict[str, nn.Module]
     """Named layers in order of definition, which is the order of the forward pass."""
+    consumers: dict[str, str]
+    """For each layer the one that reads its result, through normalisation, activation or a join; the last reads its own."""
     joins: tuple[tuple[nn.Module, str], ...]
     """(module with a ``join_dtype``, name of the layer that consumes its result)."""
 
@@ -51,21 +55,30 @@ def build(model: ModelSettings, num_classes: int) -> Network:
 
 
 def describe(module: nn.Module) -> Network:
-    """Find the layers and joins of any module; known residual blocks get joins that follow their consumer."""
+    """Find the layers of any module, and the joins of the residual blocks known here.
+
+    A layer's consumer is the next one in order of definition, except on the branches of a known
+    block, whose consumer is the join's. In a module with other branches some results may be
+    cast twice; values and gradients stay right.
+    """
     layers = {name: child for name, child in module.named_modules() if isinstance(child, LAYER_TYPES)}
     names = list(layers)
+    consumers = dict(zip(names, [*names[1:], *names[-1:]], strict=True))
     joins = []
     for path, child in module.named_modules():
         join_type = _JOIN_TYPES.get(type(child), type(child) if type(child) in _JOIN_TYPES.values() else None)
         if join_type is None or not getattr(child, "use_res_connect", True):
             continue
         inside = [index for index, name in enumerate(names) if name.startswith(f"{path}.")]
-        following = inside[-1] + 1
-        if following < len(names):
-            child.__class__ = join_type
-            child.join_dtype = None
-            joins.append((child, names[following]))
-    return Network(module, layers, tuple(joins))
+        if inside[-1] + 1 == len(names):
+            continue
+        consumer = names[inside[-1] + 1]
+        child.__class__ = join_type
+        child.join_dtype = None
+        joins.append((child, consumer))
+        for name in join_type.branch_ends(path, names, inside):
+            consumers[name] = consumer
+    return Network(module, layers, consumers, tuple(joins))
 
 
 def join_sum(left: Tensor, right: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -79,6 +92,10 @@ def join_sum(left: Tensor, right: Tensor, dtype: torch.dtype | None) -> Tensor:
 class _JoinedBasicBlock(BasicBlock):
     join_dtype: torch.dtype | None = None
 
+    @staticmethod
+    def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
+        return [name for name in (f"{path}.conv2", f"{path}.downsample.0") if name in names]
+
     def forward(self, x: Tensor) -> Tensor:
         out = self.relu(self.bn1(self.conv1(x)))
         out = self.bn2(self.conv2(out))
@@ -89,6 +106,10 @@ class _JoinedBasicBlock(BasicBlock):
 class _JoinedMBConv(MBConv):
     join_dtype: torch.dtype | None = None
 
+    @staticmethod
+    def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
+        return [names[inside[-1]]]
+
     def forward(self, x: Tensor) -> Tensor:
         out = self.block(x)
         if not self.use_res_connect:
@@ -98,6 +119,11 @@ class _JoinedMBConv(MBConv):
 
 class _JoinedSqueezeExcitation(SqueezeExcitation):
     join_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
+        # The layer before the module feeds the product; its pooled copy is small.
+        return [names[inside[0] - 1], names[inside[-1]]]
 
     def forward(self, x: Tensor) -> Tensor:
         product = self._scale(x) * x

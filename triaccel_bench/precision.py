@@ -1,8 +1,9 @@
 """Runs each named layer in the dtype a plan assigns to it (section 3.1 of the paper).
 
-Weights stay FP32; a layer casts its input and its weights on the way in, as autocast does.
-Normalisation and activations run in the dtype of their input, with FP32 parameters and
-statistics. A uniform FP16 or BF16 plan therefore computes what ``torch.autocast`` computes.
+Weights stay FP32; a layer casts its input and its weights on the way in, as autocast does, and
+its result to the dtype of the layer that consumes it on the way out (``models`` says why).
+Normalisation and activations in between run in the dtype of their input, with FP32 parameters
+and statistics. A uniform FP16 or BF16 plan therefore computes what ``torch.autocast`` computes.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class _CastConvolution:
-    compute_dtype = torch.float32
+    compute_dtype = output_dtype = torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.compute_dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return self._conv_forward(x.to(dtype), self.weight.to(dtype), bias)
+        return self._conv_forward(x.to(dtype), self.weight.to(dtype), bias).to(self.output_dtype)
 
 
 class _CastConv1d(_CastConvolution, nn.Conv1d): ...
@@ -38,12 +39,12 @@ class _CastConv3d(_CastConvolution, nn.Conv3d): ...
 
 
 class _CastLinear(nn.Linear):
-    compute_dtype = torch.float32
+    compute_dtype = output_dtype = torch.float32
 
     def forward(self, x: Tensor) -> Tensor:
         dtype = self.compute_dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return functional.linear(x.to(dtype), self.weight.to(dtype), bias)
+        return functional.linear(x.to(dtype), self.weight.to(dtype), bias).to(self.output_dtype)
 
 
 _CAST_TYPES = dict(zip(LAYER_TYPES, (_CastConv1d, _CastConv2d, _CastConv3d, _CastLinear), strict=True))
@@ -78,6 +79,9 @@ def apply(network: Network, executed: Sequence[str]) -> None:
             layer.compute_dtype = by_name[name] = DTYPES[level]
         else:
             by_name[name] = torch.float32
+    for name, layer in network.layers.items():
+        if hasattr(type(layer), "output_dtype"):
+            layer.output_dtype = by_name[network.consumers[name]]
     for module, consumer in network.joins:
         module.join_dtype = by_name[consumer]
 
