@@ -68,6 +68,11 @@ class Method:
                 self._unreadable.add(name)
         return probe
 
+    @property
+    def eager_reason(self) -> str | None:
+        """Why probes run without a CUDA graph although one was tried; ``None`` otherwise."""
+        return self._estimator.eager_reason if self._estimator else None
+
     def decide(
         self,
         epoch: int,

@@ -31,6 +31,8 @@ class _Record(BaseModel):
 
 class Provenance(_Record):
     code_version: str
+    code_hash: str | None = None
+    """Twelve hex digits over the package's source files: tells two states of one version apart, with or without git."""
     git_commit: str | None = None
     git_dirty: bool | None = None
     python: str

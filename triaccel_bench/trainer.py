@@ -206,6 +206,10 @@ class Trainer:
         self.meter.begin_window()
         if probe is None:
             return seconds
+        reason = self.method.eager_reason
+        if reason is not None and reason not in self.run.warnings:
+            self.run.warnings.append(reason)
+            self.emit("note", {"text": f"curvature probes run eagerly: {reason}"})
         self.peaks.probe = _largest(self.peaks.probe, peak)
         self.trace.probes.append(
             ProbeTrace(

@@ -6,10 +6,12 @@ entry points of child processes; what they report travels as plain values over a
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import subprocess
 import traceback
 from datetime import datetime, timezone
+from importlib import resources
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -94,6 +96,7 @@ def provenance(found: Hardware) -> Provenance:
     capability = None if found.capability is None else "{}.{}".format(*found.capability)
     return Provenance(
         code_version=triaccel_bench.__version__,
+        code_hash=code_hash(),
         git_commit=commit,
         git_dirty=dirty,
         python=platform.python_version(),
@@ -129,6 +132,18 @@ def _triton_version() -> str | None:
 def _cudnn_version() -> str | None:
     number = torch.backends.cudnn.version()
     return None if number is None else str(number)
+
+
+def code_hash() -> str:
+    """Twelve hex digits over names and contents of the package's Python and YAML files."""
+    digest = hashlib.sha256()
+    for package in ("triaccel_bench", "triaccel_bench.kernels", "triaccel_bench.conf"):
+        folder = resources.files(package)
+        for path in sorted(Path(str(folder)).rglob("*")):
+            if path.suffix in (".py", ".yaml"):
+                name = f"{package}/{path.relative_to(str(folder))}"
+                digest.update(hashlib.sha256(name.encode()).digest() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:12]
 
 
 def _git_state() -> tuple[str | None, bool | None]:
