@@ -134,7 +134,7 @@ def test_rates_follow_the_printed_formula_and_stay_in_range(value, rate):
 
 
 def memory(used, budget=1000, batch=96, free=None, too_large=None, executed=("bf16",), **changes):
-    settings = rules(*[f"method.batch.{key}={value}" for key, value in changes.items()]).batch
+    settings = rules("method.batch.rho_low=0.75", *[f"method.batch.{key}={value}" for key, value in changes.items()]).batch
     reading = signals(memory_bytes=used, budget_bytes=budget, free_bytes=free)
     return control.next_batch(reading, batch, too_large or {}, executed, settings)
 

@@ -194,6 +194,8 @@ class HessianEstimator:
         finally:
             if graph is not None:
                 graph.release()
+                # The capture's stream has cuBLAS workspaces of its own, which would stay for good: up to 64 MiB.
+                torch._C._cuda_clearCublasWorkspaces()
                 torch.cuda.empty_cache()
 
     @contextlib.contextmanager

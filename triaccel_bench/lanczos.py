@@ -52,14 +52,13 @@ def lanczos(
     """
     size = start.numel()
     wanted, limit = min(k, size), most_products(size, k, iterations)
-    basis = start.new_empty(limit, size)
-    basis[0] = unit(start)
+    # Separate vectors, because few runs need the limit and each is as large as the layer.
+    basis = [unit(start)]
     # Rows and columns as the basis: the operator seen from the Krylov space.
     projection = torch.zeros(limit, limit, dtype=torch.float64)
     restarted = False
     for count in range(1, limit + 1):
-        known = basis[:count]
-        coefficients, rest = _orthogonalised(product(known[-1]), known)
+        coefficients, rest = _orthogonalised(product(basis[-1]), basis)
         *column, beta = torch.cat((coefficients, torch.linalg.vector_norm(rest).view(1))).tolist()
         if not all(math.isfinite(value) for value in (*column, beta)):
             return Spectrum((), count, False), start
@@ -74,11 +73,13 @@ def lanczos(
         if count == limit or (converged and count >= wanted and not restarted):
             break
         if exhausted:
-            basis[count] = unit(_orthogonalised(random_unit(), known)[1])
+            basis.append(unit(_orthogonalised(random_unit(), basis)[1]))
         else:
             projection[count, count - 1] = beta
-            basis[count] = rest / beta
-    top = vectors[:, -1].to(basis) @ basis[:count]
+            basis.append(rest.div_(beta))
+    top = torch.zeros_like(start)
+    for weight, vector in zip(vectors[:, -1].tolist(), basis, strict=True):
+        top.add_(vector, alpha=weight)
     return Spectrum(tuple(values.flip(0)[:wanted].tolist()), count, converged), top
 
 
@@ -87,9 +88,13 @@ def unit(vector: Tensor) -> Tensor:
     return vector / torch.linalg.vector_norm(vector)
 
 
-def _orthogonalised(vector: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """Coefficients of ``vector`` (n,) in orthonormal rows (m, n), and what is left of it. Two passes are enough."""
-    first = basis @ vector
-    rest = vector - first @ basis
-    second = basis @ rest
-    return first + second, rest - second @ basis
+def _orthogonalised(vector: Tensor, basis: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Coefficients (m,) of ``vector`` (n,) in m orthonormal vectors, and what is left of it. Two passes are enough."""
+    rest = vector.clone()
+    coefficients = torch.zeros(len(basis), dtype=vector.dtype, device=vector.device)
+    for _ in range(2):
+        found = torch.stack([direction @ rest for direction in basis])
+        for share, direction in zip(found, basis, strict=True):
+            rest.addcmul_(share, direction, value=-1)
+        coefficients += found
+    return coefficients, rest

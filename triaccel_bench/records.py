@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +23,11 @@ TRACE_FILE = "trace.json.gz"
 
 
 class RecordError(ValueError):
-    """A record file that cannot be read; the message names the file and what is wrong with it."""
+    """A record file that cannot be read; the message names the file, what is wrong with it (``fault``) and the remedy."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__(f"{fault}; remove it and run that seed again")
+        self.fault = fault
 
 
 class _Record(BaseModel):
@@ -48,6 +53,7 @@ class Provenance(_Record):
     capability: str | None = None
     device_total_bytes: int | None = None
     sm_clock_mhz: int | None = None
+    """Clock and temperature as the last epoch ended."""
     temperature_celsius: int | None = None
     bf16_native: bool
     kernels: Literal["triton", "torch"]
@@ -208,7 +214,9 @@ class Trace(_Record):
 def write_run(folder: Path, run: RunRecord, trace: Trace | None = None) -> Path:
     """Write the trace, then ``run.json``; a reader that finds ``run.json`` finds a whole run."""
     folder.mkdir(parents=True, exist_ok=True)
-    if trace is not None:
+    if trace is None:
+        (folder / TRACE_FILE).unlink(missing_ok=True)
+    else:
         packed = gzip.compress(trace.model_dump_json().encode(), mtime=0)
         write_atomically(folder / TRACE_FILE, packed)
     return write_atomically(folder / RUN_FILE, (run.model_dump_json(indent=1) + "\n").encode())
@@ -234,9 +242,9 @@ def _read(path: Path, load):
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the whole file"
-        raise RecordError(f"{path}: not a record ({where}: {first['msg']}); remove it and run that seed again") from None
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: cannot be read ({error}); remove it and run that seed again") from None
+        raise RecordError(f"{path}: not a record ({where}: {first['msg']})") from None
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
+        raise RecordError(f"{path}: cannot be read ({error})") from None
 
 
 def write_atomically(path: Path, content: bytes) -> Path:

@@ -7,6 +7,7 @@ entry points of child processes; what they report travels as plain values over a
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import subprocess
 import traceback
@@ -25,11 +26,15 @@ from triaccel_bench.hardware import DeviceError, Hardware
 from triaccel_bench.meters import card_state
 from triaccel_bench.models import WeightsError
 from triaccel_bench.records import Provenance, RunRecord, Trace, planned_run, write_run
-from triaccel_bench.settings import RESULTS_VERSION, Settings
+from triaccel_bench.settings import RESULTS_VERSION, Settings, SettingsError
 from triaccel_bench.trainer import Diverged, Trainer
 
-REFUSALS = (DeviceError, DataError, WeightsError)
+REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)
 """Faults of the set-up, found before any step: they end the command with exit code 2 and leave no record."""
+
+
+CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8", "CUBLASLT_WORKSPACE_SIZE": "8192"}
+"""8 MiB a handle, PyTorch's default before Hopper. Its 32 MiB there would be a quarter of these models' memory."""
 
 
 def inspect_device(pipe: Connection, device: str, kernels: str) -> None:
@@ -47,21 +52,37 @@ def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder:
     Sends ``("progress" | "epoch" | "note", payload)`` as it goes, then ``("refused", message)`` or
     ``("finished", (status, reason))``.
     """
+    for name, value in CUBLAS_WORKSPACES.items():
+        os.environ.setdefault(name, value)
+
+    def emit(kind: str, payload: dict) -> None:
+        pipe.send((kind, payload))
+
     run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
+    trace = None
     try:
         found = hardware_module.inspect(settings.device, settings.kernels)
         run.provenance = provenance(found)
         for warning in found.warnings:
             run.warnings.append(warning)
-            pipe.send(("note", {"text": warning}))
+            emit("note", {"text": warning})
         images = load(settings.dataset)
         run.dataset_fingerprint = images.fingerprint
-        trace = _train(settings, seed, found, images, run, lambda kind, payload: pipe.send((kind, payload)))
+        trace = _train(settings, seed, found, images, run, emit)
     except REFUSALS as error:
         pipe.send(("refused", str(error)))
         return
+    except Exception as error:
+        _fail(run, error, emit)
+    if run.provenance is not None:
+        # Read while the card is still warm from the last epoch; at the start it idles.
+    run.provenance.sm_clock_mhz, run.provenance.temperature_celsius = card_state(found)
     run.provenance.finished_at = _now()
-    write_run(folder, run, trace)
+    try:
+        write_run(folder, run, trace)
+    except OSError as error:
+        run.reason = f"{run.status}, but its record cannot be written ({error}); free space below results.root"
+        run.status = "failed"
     pipe.send(("finished", (run.status, run.reason)))
 
 
@@ -84,15 +105,17 @@ def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecor
         batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
         run.status, run.reason = "oom", f"does not fit at batch {batch}: {str(error).splitlines()[0]}"
     except Exception as error:
-        run.status = "failed"
-        run.reason = f"{type(error).__name__}: {error}"
-        emit("note", {"text": traceback.format_exc()})
+        _fail(run, error, emit)
     return trainer.trace if trainer else None
+
+
+def _fail(run: RunRecord, error: Exception, emit) -> None:
+    run.status, run.reason = "failed", f"{type(error).__name__}: {error}"
+    emit("note", {"text": "".join(traceback.format_exception(error))})
 
 
 def provenance(found: Hardware) -> Provenance:
     commit, dirty = _git_state()
-    clock_mhz, temperature = card_state(found)
     capability = None if found.capability is None else "{}.{}".format(*found.capability)
     return Provenance(
         code_version=triaccel_bench.__version__,
@@ -111,8 +134,6 @@ def provenance(found: Hardware) -> Provenance:
         device_uuid=found.uuid,
         capability=capability,
         device_total_bytes=found.total_bytes,
-        sm_clock_mhz=clock_mhz,
-        temperature_celsius=temperature,
         bf16_native=found.bf16_native,
         kernels=found.kernels,
         kernels_reason=found.kernels_reason,
