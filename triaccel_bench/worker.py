@@ -76,8 +76,8 @@ def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder:
         _fail(run, error, emit)
     if run.provenance is not None:
         # Read while the card is still warm from the last epoch; at the start it idles.
-    run.provenance.sm_clock_mhz, run.provenance.temperature_celsius = card_state(found)
-    run.provenance.finished_at = _now()
+        run.provenance.sm_clock_mhz, run.provenance.temperature_celsius = card_state(found)
+        run.provenance.finished_at = _now()
     try:
         write_run(folder, run, trace)
     except OSError as error:
