@@ -42,29 +42,53 @@ def test_defaults_are_the_papers_where_it_states_them():
 
 
 @pytest.mark.parametrize("overrides, parts", [
-    (["epochs=many"], ["epochs=many", "integer"]),
+    (["epochs=many"], ["epochs=many", "whole number"]),
     (["epochs=0"], ["epochs=0", "1"]),
-    (["epochs=1.5"], ["epochs=1.5", "integer"]),
-    (["seeds=[]"], ["seeds", "at least 1"]),
+    (["epochs=1.5"], ["epochs=1.5", "whole number"]),
+    (["epochs=1e400"], ["epochs=Infinity", "whole number"]),
+    (["epochs=99999999999999999999"], ["epochs=99999999999999999999", "at most 2147483647"]),
+    (["epochs=''"], ['epochs="": expected a whole number']),
+    (["epochs=null"], ["epochs=null"]),
+    (["seeds=[]"], ["seeds=[]: expected at least 1 value"]),
     (["seeds=[1,1]"], ["seeds=[1, 1]", "distinct"]),
     (["seeds=[-1]"], ["seeds.0=-1"]),
-    (["seeds=3"], ["seeds=3"]),
+    (["seeds=3"], ["seeds=3: expected a list; write seeds=[3]"]),
+    (["seeds=null"], ["seeds=null: expected a list; write seeds=[...]"]),
+    (["dataset.mean=[0.5]"], ["dataset.mean=[0.5]: expected 3 values, one a colour channel"]),
+    (["dataset.std=[1,1,1,1]"], ["expected 3 values"]),
+    (["dataset.std=[1,0,1]"], ["dataset.std.1=0", "above 0"]),
+    (["dataset.mirrors=[1]"], ["dataset.mirrors.0=1: expected text"]),
+    (["dataset.path=''"], ['dataset.path="": expected a path, got nothing']),
+    (["dataset.path=7"], ["dataset.path=7: expected a path; write dataset.path=./7"]),
+    (["dataset.path='~nobody-of-that-name/x'"], ["expected a home folder that exists; write the whole path"]),
+    (["results.root=''"], ["results.root", "got nothing"]),
+    (["results.root=2024"], ["write results.root=./2024"]),
+    (["results.root=null"], ["results.root=null: expected a path"]),
+    (["dataset.image_size=5000"], ["dataset.image_size=5000", "at most 4096"]),
+    (["dataset=synthetic", "dataset.num_classes=1"], ["num_classes=1", "at least 2"]),
+    (["method.name=A/b"], ["method.name=A/b", "lower-case letters"]),
     (["method.precision.tau_low=0.2", "method.precision.tau_high=0.1"], ["tau_low=0.2", "tau_high=0.1", "tau_low < tau_high"]),
     (["method.precision.tau_low=0.1", "method.precision.tau_high=0.1"], ["tau_low < tau_high"]),
     (["method.precision.tau_low=0.1"], ["tau_high=auto", "both"]),
     (["method.precision.tau_low=-1", "method.precision.tau_high=1"], ["tau_low=-1"]),
-    (["optimizer.lr=-0.1"], ["optimizer.lr=-0.1", "greater than 0"]),
+    (["optimizer.lr=-0.1"], ["optimizer.lr=-0.1", "above 0"]),
     (["optimizer.lr=nan"], ["optimizer.lr", "finite"]),
     (["optimizer.momentum=1"], ["optimizer.momentum=1"]),
     (["method.batch.min=128"], ["min=128", "initial=96"]),
     (["method.batch.rho_low=0.95"], ["rho_low=0.95", "rho_high=0.9"]),
-    (["method.batch.elastic=maybe"], ["elastic=maybe", "boolean"]),
+    (["method.batch.elastic=maybe"], ["elastic=maybe", "true or false"]),
     (["method.curvature.k=0"], ["curvature.k=0"]),
-    (["device=tpu"], ["device=tpu"]),
+    (["device=tpu"], ["device=tpu: expected cpu, cuda or cuda:N"]),
+    (["device=3"], ["device=3: expected cpu, cuda or cuda:N"]),
+    (["method.curvature=null"], ["method.curvature=null: expected a group of settings"]),
     (["device=cpu", "kernels=triton"], ["kernels=triton", "kernels=auto"]),
     (["model.weights=/no/such/file"], ["/no/such/file", "no such file"]),
     (["model=resnet8", "model.weights=imagenet"], ["weights=imagenet", "resnet18"]),
-    (["memory.budget=lots"], ["memory.budget=lots", "'fp32'"]),
+    (["model=resnet18", "model.stem=cifar"], ["model.stem=cifar", "model.name=resnet18", "model=resnet18_cifar"]),
+    (["memory.budget=lots"], ["memory.budget=lots: expected 'fp32', 'paper' or 'device' or a number"]),
+    (["memory.budget=400000000"], ["memory.budget=400000000", "at most 1000000"]),
+    (["memory.budget=paper", "model=resnet8"], ["memory.budget=paper", "model.name=resnet8", "Table 1"]),
+    (["memory.budget=device", "device=cpu"], ["memory.budget=device", "device=cpu", "memory.budget=fp32"]),
     (["memory.budget=-1"], ["memory.budget=-1"]),
     (["dataset.evaluate_on=validation"], ["validation_fraction=0"]),
     (["dataset.train_size=50"], ["initial=96", "train_size=50"]),
@@ -108,9 +132,33 @@ def test_identity_of_fp32_ignores_switches_that_are_off(override):
     assert cell("method=fp32", override) == cell("method=fp32")
 
 
-def test_identity_follows_the_data_file(tmp_path):
-    path = tmp_path / "data.npz"
+@pytest.mark.parametrize("key", ["dataset.path", "model.weights"])
+def test_identity_follows_the_files_it_reads(tmp_path, monkeypatch, key):
+    path = tmp_path / "file.npz"
     path.write_bytes(b"one")
-    first = cell(f"dataset.path={path}")
+    first = cell(f"{key}={path}")
+    monkeypatch.chdir(tmp_path)
+    assert cell(f"{key}=file.npz") == first
     path.write_bytes(b"three")
-    assert cell(f"dataset.path={path}") != first
+    assert cell(f"{key}={path}") != first
+
+
+def test_identity_stands_a_path_that_leads_nowhere(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / "loop", tmp_path / "none", "x" * 300, "/dev/null/x"):
+        assert len(cell(f"dataset.path={path}")) == 12
+
+
+def test_a_budget_of_the_paper_is_no_matter_of_methods_with_a_fixed_batch():
+    assert compose(["memory.budget=paper", "model=resnet8", "method=fp32"]).memory.budget == "paper"
+
+
+def test_paths_in_the_home_folder_are_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/somewhere")
+    settings = compose(["dataset.path='~/a.npz'", "results.root='~'"])
+    assert (settings.dataset.path, settings.results.root) == ("/somewhere/a.npz", "/somewhere")
+
+
+def test_bytes_that_are_no_text_are_refused_in_a_sentence():
+    with pytest.raises(SettingsError, match="expected settings in UTF-8"):
+        compose(["dataset.path='/a\udcff'"])

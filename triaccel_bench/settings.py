@@ -10,10 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 RESULTS_VERSION = 1
 """Bumped by hand when a change makes earlier records incomparable; part of a cell's identity."""
@@ -22,7 +21,24 @@ DatasetName = Literal["cifar10", "cifar100", "digits", "synthetic"]
 ModelName = Literal["resnet18", "resnet18_cifar", "efficientnet_b0", "resnet8"]
 Dtype = Literal["fp16", "bf16", "fp32"]
 
-PositiveInt = Annotated[int, Field(ge=1)]
+MAX_COUNT = 2**31 - 1
+"""The largest whole number of any setting; a larger one is a slip, and overflows a tensor's 32-bit index."""
+MAX_PIXELS = 4096
+"""The largest side of an image."""
+
+
+def _expanded(text: str) -> str:
+    if not text:
+        raise ValueError("expected a path, got nothing; name one or leave the setting out")
+    path = os.path.expanduser(text)
+    if path.startswith("~"):
+        raise ValueError("expected a home folder that exists; write the whole path")
+    return path
+
+
+PathText = Annotated[str, AfterValidator(_expanded)]
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Pixels = Annotated[int, Field(ge=1, le=MAX_PIXELS)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -38,16 +54,16 @@ class _Section(BaseModel):
 
 class DatasetSettings(_Section):
     name: DatasetName
-    path: str | None
-    root: str
+    path: PathText | None
+    root: PathText
     download: bool
     mirrors: tuple[str, ...]
-    num_classes: Annotated[int, Field(ge=2)]
-    image_size: PositiveInt
-    train_size: Annotated[int, Field(ge=16)] | None
+    num_classes: Annotated[int, Field(ge=2, le=100_000)]
+    image_size: Pixels
+    train_size: Annotated[int, Field(ge=16, le=MAX_COUNT)] | None
     test_size: PositiveInt | None
     flip: bool
-    crop_padding: Annotated[int, Field(ge=0)]
+    crop_padding: Annotated[int, Field(ge=0, le=MAX_PIXELS)]
     mean: Annotated[tuple[float, ...], Field(min_length=3, max_length=3)]
     std: Annotated[tuple[PositiveFloat, ...], Field(min_length=3, max_length=3)]
     validation_fraction: Annotated[float, Field(ge=0, lt=1)]
@@ -57,8 +73,8 @@ class DatasetSettings(_Section):
 class ModelSettings(_Section):
     name: ModelName
     stem: Literal["imagenet", "cifar"]
-    input_size: Annotated[int, Field(ge=8)]
-    weights: str
+    input_size: Annotated[int, Field(ge=8, le=MAX_PIXELS)]
+    weights: PathText
 
 
 class LossScaleSettings(_Section):
@@ -88,7 +104,7 @@ class CurvatureSettings(_Section):
     product: Literal["auto", "exact", "difference"]
     k: PositiveInt
     every: PositiveInt
-    batch: Annotated[int, Field(ge=2)]
+    batch: Annotated[int, Field(ge=2, le=MAX_COUNT)]
     iterations: PositiveInt
     tolerance: PositiveFloat
     max_overhead: Fraction
@@ -98,9 +114,9 @@ class CurvatureSettings(_Section):
 
 class BatchSettings(_Section):
     elastic: bool
-    initial: Annotated[int, Field(ge=2)]
-    min: Annotated[int, Field(ge=2)]
-    max: Annotated[int, Field(ge=2)]
+    initial: Annotated[int, Field(ge=2, le=MAX_COUNT)]
+    min: Annotated[int, Field(ge=2, le=MAX_COUNT)]
+    max: Annotated[int, Field(ge=2, le=MAX_COUNT)]
     up: PositiveInt
     down: PositiveInt
     rho_low: Fraction
@@ -161,12 +177,13 @@ class OptimizerSettings(_Section):
     lr: PositiveFloat
     momentum: Annotated[float, Field(ge=0, lt=1)]
     weight_decay: NonNegativeFloat
-    warmup_epochs: Annotated[int, Field(ge=0)]
+    warmup_epochs: Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 
 class MemorySettings(_Section):
     meter: Literal["vram", "tensors"]
-    budget: Literal["fp32", "paper", "device"] | PositiveFloat
+    # At most a petabyte: a number of bytes is no number of GB.
+    budget: Literal["fp32", "paper", "device"] | Annotated[float, Field(gt=0, le=1e6)]
     calibration_steps: PositiveInt
     enforce: bool
 
@@ -176,12 +193,16 @@ class EvaluationSettings(_Section):
 
 
 class ResultsSettings(_Section):
-    root: Annotated[str, Field(min_length=1)]
+    root: PathText
     reuse: bool
 
 
+_STEMS = {"resnet18": "imagenet", "resnet18_cifar": "cifar", "efficientnet_b0": "imagenet", "resnet8": "cifar"}
+_PRINTED_CELLS = {(data, model) for data in ("cifar10", "cifar100") for model in ("resnet18", "efficientnet_b0")}
+
+
 class Settings(_Section):
-    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**31)], ...], Field(min_length=1)]
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, le=MAX_COUNT)], ...], Field(min_length=1)]
     epochs: PositiveInt
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
     kernels: Literal["auto", "triton", "torch"]
@@ -213,8 +234,23 @@ class Settings(_Section):
                 f"method.batch.initial={self.method.batch.initial} and dataset.train_size={train_size}: "
                 "expected a batch no larger than the data set; lower method.batch.initial"
             )
+        budget, elastic = self.memory.budget, self.method.batch.elastic
+        if elastic and budget == "device" and self.device == "cpu":
+            raise ValueError(
+                "memory.budget=device and device=cpu: expected a CUDA device; use memory.budget=fp32 or a number of GB"
+            )
+        if elastic and budget == "paper" and (self.dataset.name, self.model.name) not in _PRINTED_CELLS:
+            raise ValueError(
+                f"memory.budget=paper, dataset.name={self.dataset.name} and model.name={self.model.name}: expected a "
+                "cell that Table 1 prints; use memory.budget=fp32 or a number of GB"
+            )
+        if self.model.stem != _STEMS[self.model.name]:
+            raise ValueError(
+                f"model.stem={self.model.stem} and model.name={self.model.name}: expected {_STEMS[self.model.name]}; "
+                "a ResNet-18 with the other stem is model=resnet18 or model=resnet18_cifar"
+            )
         weights = self.model.weights
-        if weights not in ("none", "imagenet") and not Path(weights).is_file():
+        if weights not in ("none", "imagenet") and not os.path.isfile(weights):
             raise ValueError(
                 f"model.weights={weights}: expected none, imagenet or the path of a state dict; no such file exists"
             )
@@ -238,24 +274,65 @@ def parse(config: dict) -> Settings:
         raise SettingsError("; also ".join(_sentences(error))) from None
 
 
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "model_type": "a group of settings; name a file of its folder in conf/",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "of at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "of at most"),
+}
+_EXPECTED_TEXT = {
+    "device": "cpu, cuda or cuda:N (N: the number of the card)",
+    "method.name": "a label of lower-case letters, digits and _, the first a letter",
+}
+_PATHS = {"dataset.path", "dataset.root", "model.weights", "results.root"}
+
+
 def _sentences(error: ValidationError) -> list[str]:
     by_key: dict[str, list[str]] = {}
     for item in error.errors():
         # A union reports each of its members; the member's name is no part of the key.
-        keys = [str(part) for part in item["loc"] if not _is_union_tag(part)]
-        key = ".".join(keys)
-        if item["type"] == "value_error":
-            by_key.setdefault(str(item["ctx"]["error"]), [])
-        elif item["type"] == "extra_forbidden":
-            by_key.setdefault(f"{key}={item['input']}: unknown key; remove it or correct its name", [])
-        elif item["type"] == "missing":
-            by_key.setdefault(f"{key}: expected a value, got none; set it or use the shipped conf/ group", [])
+        key = ".".join(str(part) for part in item["loc"] if not _is_union_tag(part))
+        expectation = _expectation(item, key)
+        if item["type"] in ("missing", "extra_forbidden", "json_invalid") or not expectation.startswith("expected"):
+            by_key.setdefault(expectation, [])
         else:
-            expectation = item["msg"][0].lower() + item["msg"][1:]
-            by_key.setdefault(f"{key}={_shown(item['input'])}", []).append(
-                expectation.replace("input should be", "expected").replace("string should", "expected it to")
-            )
-    return [f"{key}: {' or '.join(dict.fromkeys(texts))}" if texts else key for key, texts in by_key.items()]
+            by_key.setdefault(f"{key}={_shown(item['input'])}", []).append(expectation.removeprefix("expected "))
+    return [f"{key}: expected {' or '.join(dict.fromkeys(texts))}" if texts else key for key, texts in by_key.items()]
+
+
+def _expectation(item: dict[str, Any], key: str) -> str:
+    """"expected ...", to stand behind the key and its value, or a whole sentence."""
+    kind, value = item["type"], item["input"]
+    if kind == "value_error":
+        return str(item["ctx"]["error"])
+    if kind == "extra_forbidden":
+        return f"{key}={_shown(value)}: unknown key; remove it or correct its name"
+    if kind == "missing":
+        return f"{key}: expected a value, got none; set it or use the shipped conf/ group"
+    if kind == "json_invalid":
+        return "expected settings in UTF-8, got bytes of another encoding; rename that file or folder"
+    if kind in ("string_type", "string_pattern_mismatch"):
+        if key in _PATHS and isinstance(value, (int, float)):
+            return f"expected a path; write {key}=./{_shown(value)}"
+        return f"expected {_EXPECTED_TEXT.get(key, 'a path' if key in _PATHS else 'text')}"
+    if kind == "tuple_type":
+        inside = "..." if value is None or isinstance(value, dict) else _shown(value)
+        return f"expected a list; write {key}=[{inside}]"
+    if kind in ("too_short", "too_long"):
+        count = item["ctx"].get("min_length", item["ctx"].get("max_length"))
+        return f"expected {'at least 1 value' if count == 1 else f'{count} values, one a colour channel'}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"expected a number {words} {item['ctx'][name]}"
+    return f"expected {_EXPECTED[kind]}" if kind in _EXPECTED else item["msg"].replace("Input should be", "expected")
 
 
 def _is_union_tag(part: object) -> bool:
@@ -263,7 +340,7 @@ def _is_union_tag(part: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    return json.dumps(value) if isinstance(value, (list, dict, type(None), bool)) else str(value)
+    return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def identity(settings: Settings, device_name: str) -> str:
@@ -287,12 +364,19 @@ def identity(settings: Settings, device_name: str) -> str:
     if settings.method.is_static:
         del method["control"]
     if settings.dataset.path is not None:
-        path = Path(settings.dataset.path).expanduser().resolve()
-        tree["dataset"]["path"] = [str(path)]
-        if path.is_file():
-            status = os.stat(path)
-            tree["dataset"]["path"] += [status.st_size, status.st_mtime_ns]
+        tree["dataset"]["path"] = _file_identity(settings.dataset.path)
+    if settings.model.weights not in ("none", "imagenet"):
+        tree["model"]["weights"] = _file_identity(settings.model.weights)
     for key in ("root", "download", "mirrors"):
         del tree["dataset"][key]
     tree |= {"device": device_name, "results_version": RESULTS_VERSION}
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _file_identity(path: str) -> list[str | int]:
+    """Where a path leads to, and for a file its size and time of change."""
+    real = os.path.realpath(path)
+    if not os.path.isfile(real):
+        return [real]
+    status = os.stat(real)
+    return [real, status.st_size, status.st_mtime_ns]
