@@ -19,7 +19,7 @@ from triaccel_bench.records import RUN_FILE, TRACE_FILE, RunRecord, Trace, read_
 
 SETTLED_DECISIONS = 3
 """Control steps without a change of B that count as settled."""
-BOUNDS = ("batch.min", "batch.max", "exceeded", "free")
+BOUNDS = ("batch.min", "batch.max", "predicted", "free")
 """Words of the reasons with which the batch controller states a bound outside the band."""
 
 
@@ -38,15 +38,22 @@ def checks(run: RunRecord, trace: Trace) -> Iterator[tuple[str, bool, str]]:
 def _precision(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str, bool, str]]:
     changes = [d.step for d in trace.decisions if d.plan_changed]
     if method["precision"]["adaptive"]:
-        mixed = [d for d in trace.decisions if len(set(d.executed)) >= 2]
-        example = sorted(set(mixed[-1].executed)) if mixed else sorted(set(trace.decisions[-1].executed))
-        yield "two executed dtypes at once", bool(mixed), f"{example} at {len(mixed)} of {len(trace.decisions)} control steps"
+        # A CPU executes every layer in FP32 by design; there the plan can be seen in what was requested.
+        kind = "requested" if _executes_fp32_only(method, run) else "executed"
+        mixes = [set(getattr(d, kind)) for d in trace.decisions]
+        mixed = [mix for mix in mixes if len(mix) >= 2]
+        yield f"two {kind} dtypes at once", bool(mixed), f"{sorted((mixed or mixes)[-1])} at {len(mixed)} of {len(mixes)} control steps"
         yield "the plan changed after the start", bool(changes), f"at steps {changes}"
     else:
         start = {method["dtype"]}
         # Promotion alone may lift a layer out of the static plan.
         still = all(set(d.requested) <= start or method["curvature"]["promotion"] for d in trace.decisions)
         yield "static precision stayed static", still, f"requested {sorted(set().union(*(d.requested for d in trace.decisions)))}"
+
+
+def _executes_fp32_only(method: dict, run: RunRecord) -> bool:
+    on_cpu = run.provenance is not None and run.provenance.device == "cpu"
+    return on_cpu and method["precision"]["cpu_executes"] == "fp32"
 
 
 def _batch(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str, bool, str]]:

@@ -1,9 +1,7 @@
 """The control loop in a training loop of one's own: the lines marked (1) to (3) are all it takes.
 
-python scripts/own_loop.py [cpu|cuda]
+python scripts/own_loop.py        (on the GPU if there is one; without one B has no memory reading to follow)
 """
-
-import sys
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -13,7 +11,7 @@ from triaccel_bench.configuration import compose
 from triaccel_bench.data import load
 from triaccel_bench.models import ResNet8
 
-device = sys.argv[1] if len(sys.argv) > 1 else "cpu"
+device = "cuda" if torch.cuda.is_available() else "cpu"
 data = load(compose(["dataset=digits", f"device={device}"]).dataset)
 images, labels = (data.x_train.float() / 255 - 0.3).to(device), data.y_train.to(device)
 torch.manual_seed(0)

@@ -133,10 +133,15 @@ def test_rates_follow_the_printed_formula_and_stay_in_range(value, rate):
     assert found == pytest.approx(rate) and 0.0 < found <= 1.0
 
 
-def memory(used, budget=1000, batch=96, free=None, too_large=None, executed=("bf16",), **changes):
-    settings = rules("method.batch.rho_low=0.75", *[f"method.batch.{key}={value}" for key, value in changes.items()]).batch
-    reading = signals(memory_bytes=used, budget_bytes=budget, free_bytes=free)
-    return control.next_batch(reading, batch, too_large or {}, executed, settings)
+def memory(used, budget=1000, batch=96, free=None, measured=None, growth=None):
+    """(B(t+1), reason, state) after one reading with a band of 0.75 to 0.9."""
+    settings = rules("method.batch.rho_low=0.75").batch
+    _, state = start(1, rules(), native)
+    state = replace(state, batch=batch, measured=measured, growth=growth or {})
+    state, reason = control.next_batch(
+        signals(memory_bytes=used, budget_bytes=budget, free_bytes=free), state, settings
+    )
+    return state.batch, reason, state
 
 
 @pytest.mark.parametrize("used, batch, expected, word", [
@@ -153,12 +158,19 @@ def test_batch_holds_without_a_budget():
     assert memory(100, budget=None)[0] == 96
 
 
-def test_a_size_that_was_too_large_is_not_tried_again_under_the_same_plan():
-    size, _, too_large = memory(950, batch=96)
+def test_a_rung_known_to_be_too_large_waits_until_usage_has_fallen():
+    size, _, state = memory(950, batch=96)
     assert size == 64
-    size, reason, _ = memory(600, batch=64, too_large=too_large)
-    assert size == 64 and "B=96 exceeded" in reason
-    assert memory(600, batch=64, too_large=too_large, executed=("fp16",))[0] == 96
+    size, reason, state = memory(700, batch=64, measured=state.measured)
+    assert size == 64 and "B=96 is predicted at 0.950" in reason
+    size, reason, _ = memory(660, batch=64, growth=state.growth)
+    assert size == 96 and "grow" in reason
+
+
+def test_what_a_rung_adds_is_learned_on_the_way_up_too():
+    size, _, state = memory(600, batch=96)
+    size, _, state = memory(950, batch=size, measured=state.measured)
+    assert size == 96 and state.growth[128] == pytest.approx(950 / 600)
 
 
 def test_growth_waits_for_free_memory_of_the_device():

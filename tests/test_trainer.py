@@ -216,3 +216,19 @@ class _Scripted:
         from triaccel_bench.meters import Readings
 
         return Readings(None, None, None, None)
+
+
+def test_a_run_whose_last_epoch_is_dead_is_diverged_too():
+    """Too short for the limit on skips in a row, yet no step of the last epoch was applied."""
+    made, run = trainer(settings("method=fp32", "optimizer.lr=1e30", "epochs=4"))
+    with pytest.raises(Diverged, match="last epoch"):
+        made.train()
+    assert len(run.epochs) == 4
+
+
+def test_batch_bounds_are_the_controllers_and_not_the_remainders():
+    made, run = trainer(settings("method=fp32", "epochs=1"), images(train=60))
+    made.train()
+    (record,) = run.epochs
+    assert (record.batch_min, record.batch_max, record.steps) == (16, 16, 4)
+    assert record.batch_mean == 15.0

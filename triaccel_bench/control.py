@@ -52,8 +52,10 @@ class State:
     tau_curv: float | None = None
     changes_epoch: int = -1
     changes: int = 0
-    too_large: dict[tuple[str, ...], int] = field(default_factory=dict)
-    """Smallest batch that exceeded rho_high, by executed plan: growth stops below it."""
+    measured: tuple[int, float] | None = None
+    """Batch and share of MemMax at the last control step with a reading."""
+    growth: dict[int, float] = field(default_factory=dict)
+    """For a rung, by what factor usage exceeded that of the rung beside it when B last moved between them."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,9 @@ def decide(
     if rules.curvature.rates and signals.lambda_max is not None:
         state = replace(state, rates=rate_scales(signals.lambda_max, state.rates, rules.curvature))
 
-    executed_before = tuple(map(executed_of, before))
     reason = "fixed"
     if rules.batch.elastic:
-        # The reading was taken under the plan in force during the window, not under the next one.
-        batch, reason, too_large = next_batch(signals, state.batch, state.too_large, executed_before, rules.batch)
-        state = replace(state, batch=batch, too_large=too_large)
+        state, reason = next_batch(signals, state, rules.batch)
     executed = tuple(map(executed_of, after))
     return Decision(after, executed, state.promoted, state.rates, state.batch, reason, changed), state
 
@@ -193,36 +192,42 @@ def rate_scales(
     )
 
 
-def next_batch(
-    signals: Signals, batch: int, too_large: dict[tuple[str, ...], int], executed: tuple[str, ...], rules: BatchSettings
-) -> tuple[int, str, dict[tuple[str, ...], int]]:
-    """B(t+1) of section 3.3, one rung at a time, with the reason in words.
+def next_batch(signals: Signals, state: State, rules: BatchSettings) -> tuple[State, str]:
+    """B(t+1) of section 3.3, one rung at a time; the new state and the reason in words.
 
-    A size that exceeded rho_high is remembered for the plan it ran under, so that a rung
-    wider than the band between the thresholds cannot make B swing for ever.
+    What a rung added when it was last entered or left is remembered. A larger rung known to
+    end above rho_high is not tried again until usage has fallen enough, so that a rung wider
+    than the band between the thresholds cannot make B swing for ever.
     """
-    used, budget = signals.memory_bytes, signals.budget_bytes
+    used, budget, batch = signals.memory_bytes, signals.budget_bytes, state.batch
     if used is None or budget is None:
-        return batch, "hold: no memory reading", too_large
+        return state, "hold: no memory reading"
     share = used / budget
+    growth = dict(state.growth)
+    if state.measured is not None and state.measured[0] != batch:
+        (_, less), (rung, more) = sorted([state.measured, (batch, share)])
+        growth[rung] = more / less
+    state = replace(state, growth=growth, measured=(batch, share))
+
     if share > rules.rho_high:
-        too_large = {**too_large, executed: min(batch, too_large.get(executed, batch))}
+        above = f"{share:.3f} of MemMax is above {rules.rho_high}"
         smaller = max(rules.min, batch - rules.down)
         if smaller == batch:
-            return batch, f"hold: {share:.3f} of MemMax is above {rules.rho_high}, but batch.min={rules.min}", too_large
-        return smaller, f"shrink: {share:.3f} of MemMax is above {rules.rho_high}", too_large
+            return state, f"hold: {above}, but batch.min={rules.min}"
+        return replace(state, batch=smaller), f"shrink: {above}"
     if share >= rules.rho_low:
-        return batch, f"hold: {share:.3f} of MemMax lies within [{rules.rho_low}, {rules.rho_high}]", too_large
-    larger = min(rules.max, batch + rules.up)
+        return state, f"hold: {share:.3f} of MemMax lies within [{rules.rho_low}, {rules.rho_high}]"
     below = f"{share:.3f} of MemMax is below {rules.rho_low}"
+    larger = min(rules.max, batch + rules.up)
     if larger == batch:
-        return batch, f"hold: {below}, but batch.max={rules.max}", too_large
-    if larger >= too_large.get(executed, larger + 1):
-        return batch, f"hold: {below}, but B={too_large[executed]} exceeded {rules.rho_high} under this plan", too_large
+        return state, f"hold: {below}, but batch.max={rules.max}"
+    predicted = share * growth.get(larger, 1.0)
+    if predicted > rules.rho_high:
+        return state, f"hold: {below}, but B={larger} is predicted at {predicted:.3f}"
     # The whole usage scaled by the growth is an upper bound: weights and their state do not grow with B.
     if signals.free_bytes is not None and used * (larger - batch) / batch > signals.free_bytes:
-        return batch, f"hold: {below}, but the device has only {signals.free_bytes} bytes free", too_large
-    return larger, f"grow: {below}", too_large
+        return state, f"hold: {below}, but the device has only {signals.free_bytes} bytes free"
+    return replace(state, batch=larger), f"grow: {below}"
 
 
 def _assign(variance: Sequence[float], state: State, rules: PrecisionSettings) -> State:

@@ -82,6 +82,7 @@ class EpochRecord(_Record):
     """Effective batch: samples over steps."""
     batch_min: int
     batch_max: int
+    """Smallest and largest B that the controller chose; an epoch's remainder, smaller by chance, is not among them."""
     batch_last: int
     learning_rate_last: float
     loss_scale_last: float | None = None

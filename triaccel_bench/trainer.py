@@ -33,7 +33,7 @@ Emit = Callable[[str, dict[str, Any]], None]
 
 
 class Diverged(RuntimeError):
-    """More non-finite steps in a row than ``method.loss_scale.max_consecutive_skips``."""
+    """Too many non-finite steps in a row, or a last epoch that applied no step or ends in a loss that is not finite."""
 
 
 @dataclass
@@ -84,7 +84,6 @@ class Trainer:
         self._record_next = True
         self.step = 0
         self.training_seconds = 0.0
-        self.batch_counts: Counter[int] = Counter()
         run.first_use_seconds = self.clock.read() - started
 
     def _assemble(self) -> tuple[models.Network, Method, Engine]:
@@ -132,13 +131,18 @@ class Trainer:
         """Run every epoch; the record given to the constructor and the returned trace are complete afterwards.
 
         Raises:
-            Diverged: too many non-finite steps in a row.
+            Diverged: the run is of no use; its record holds what it did.
         """
         before = self.engine.read()
         for epoch in range(1, self.settings.epochs + 1):
             record, before = self._epoch(epoch, before)
             self.run.epochs.append(record)
             self.emit("epoch", record.model_dump())
+        if record.steps_skipped == record.steps or record.evaluation_loss is None:
+            raise Diverged(
+                f"the last epoch skipped {record.steps_skipped} of {record.steps} steps and its evaluation loss is "
+                f"{record.evaluation_loss}; lower optimizer.lr or check the data"
+            )
         self.finish()
         return self.trace
 
@@ -149,6 +153,7 @@ class Trainer:
         plan_changes = 0
         probe_seconds = 0.0
         sizes: list[int] = []
+        chosen: list[int] = []
         sampler = ElasticSampler(self.data.train_count, self.seed, epoch, self.hardware.device)
         started = self.clock.read()
         earlier_seconds = self.training_seconds
@@ -157,6 +162,7 @@ class Trainer:
             indices = sampler.take(self.method.decision.batch)
             self._train_step(indices, draws)
             sizes.append(len(indices))
+            chosen.append(self.method.decision.batch)
             if self.method.probe_due(self.step):
                 self.training_seconds = earlier_seconds + self.clock.read() - started - probe_seconds
                 probe_seconds += self._probe()
@@ -172,8 +178,7 @@ class Trainer:
         loss_sum, correct, samples = self.engine.evaluate(self.data.eval_batches(self.settings.evaluation.batch))
         evaluation_seconds = self.clock.read() - evaluation_started
         self.peaks.epoch = _largest(self.peaks.epoch, self.peaks.window, self.meter.window_peak_bytes())
-        self.batch_counts.update(sizes)
-        record = self._epoch_record(epoch, before, reading, sizes)
+        record = self._epoch_record(epoch, before, reading, sizes, chosen)
         record.train_seconds = elapsed
         record.probe_seconds = probe_seconds
         record.plan_changes = plan_changes
@@ -290,7 +295,7 @@ class Trainer:
                 f"method.loss_scale.max_consecutive_skips={limit}; lower optimizer.lr or check the data"
             )
 
-    def _epoch_record(self, epoch: int, before: Reading, now: Reading, sizes: list[int]) -> EpochRecord:
+    def _epoch_record(self, epoch: int, before: Reading, now: Reading, sizes: list[int], chosen: list[int]) -> EpochRecord:
         decision = self.method.decision
         newest = [value for value in self.method.lambda_max() or () if finite(value) is not None]
         ages = [self.step - curvature.step for curvature in self.method.curvature.values()]
@@ -304,8 +309,8 @@ class Trainer:
             steps_skipped=now.steps_skipped - before.steps_skipped,
             samples_seen=sum(sizes),
             batch_mean=sum(sizes) / len(sizes),
-            batch_min=min(sizes),
-            batch_max=max(sizes),
+            batch_min=min(chosen),
+            batch_max=max(chosen),
             batch_last=decision.batch,
             learning_rate_last=now.learning_rate,
             loss_scale_last=now.loss_scale if self.engine.loss_is_scaled else None,

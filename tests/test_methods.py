@@ -1,0 +1,30 @@
+"""Where MemMax comes from."""
+
+from tiny import settings
+
+from triaccel_bench.hardware import Hardware, inspect
+from triaccel_bench.methods import resolve_budget
+
+
+def cpu() -> Hardware:
+    return inspect("cpu", "auto")
+
+
+def resolve(*overrides: str):
+    return resolve_budget(settings(*overrides), cpu(), lambda: 123)
+
+
+def test_the_fp32_budget_is_measured():
+    assert resolve() == (123, "fp32: 1 FP32 step at B=16")
+
+
+def test_a_number_is_gigabytes_of_a_thousand_millions():
+    assert resolve("memory.budget=0.35") == (350_000_000, "set")
+
+
+def test_the_papers_budget_is_the_printed_fp32_figure():
+    assert resolve("memory.budget=paper", "dataset=cifar10", "model=resnet18")[0] == 350_000_000
+
+
+def test_methods_with_a_fixed_batch_use_no_budget():
+    assert resolve("method=amp") == (None, None)
