@@ -162,3 +162,13 @@ def test_paths_in_the_home_folder_are_expanded(monkeypatch):
 def test_bytes_that_are_no_text_are_refused_in_a_sentence():
     with pytest.raises(SettingsError, match="expected settings in UTF-8"):
         compose(["dataset.path='/a\udcff'"])
+
+
+def test_identity_follows_the_files_of_a_folder(tmp_path):
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    picture = tmp_path / "train" / "cat" / "1.png"
+    picture.write_bytes(b"one")
+    first = cell(f"dataset.path={tmp_path}")
+    assert cell(f"dataset.path={tmp_path}") == first
+    picture.write_bytes(b"another")
+    assert cell(f"dataset.path={tmp_path}") != first

@@ -346,7 +346,7 @@ def _shown(value: object) -> str:
 def identity(settings: Settings, device_name: str) -> str:
     """Twelve hex digits that name a cell: its ``identifying_settings``, the device and ``RESULTS_VERSION``.
 
-    A file counts by where it lies, its size and its time of change.
+    A file counts by where it lies, its size and its time of change, a folder by all files below it.
     """
     tree = identifying_settings(settings.model_dump(mode="json"))
     if settings.dataset.path is not None:
@@ -391,8 +391,13 @@ def _without(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
 
 
 def _file_identity(path: str) -> list[str | int]:
-    """Where a path leads to, and for a file its size and time of change."""
+    """Where a path leads to, with sizes and times of change of the file there, or of all files below."""
     real = os.path.realpath(path)
+    if os.path.isdir(real):
+        files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(real) for name in names)
+        found = [(file, os.stat(file, follow_symlinks=False)) for file in files]
+        listing = json.dumps([(file, status.st_size, status.st_mtime_ns) for file, status in found])
+        return [real, hashlib.sha256(listing.encode()).hexdigest()]
     if not os.path.isfile(real):
         return [real]
     status = os.stat(real)
