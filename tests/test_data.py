@@ -303,4 +303,4 @@ def test_synthetic_needs_sizes():
 
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert "pip install 'triaccel-bench[digits]'" in message_of(settings(name="digits"))
+    assert "pip install scikit-learn" in message_of(settings(name="digits"))

@@ -50,6 +50,12 @@ def load(dataset: DatasetSettings) -> ImageSet:
         arrays = _read(dataset)
     except OSError as error:
         raise DataError(f"{dataset.path or dataset.root}: cannot be read ({error}); correct it or its rights") from None
+    except (MemoryError, RuntimeError) as error:
+        fault = str(error).split("\n")[0]
+        raise DataError(
+            f"dataset={dataset.name}: expected images that fit into the machine's memory, got none ({fault}); "
+            "lower dataset.train_size, dataset.test_size or dataset.image_size"
+        ) from None
     _check(arrays.x_train, arrays.y_train, dataset.train_size, "train", arrays.source, dataset)
     _check(arrays.x_test, arrays.y_test, dataset.test_size, "test", arrays.source, dataset)
     classes = arrays.classes or tuple(map(str, range(dataset.num_classes)))
@@ -81,6 +87,8 @@ def _read(dataset: DatasetSettings) -> Arrays:
 def _check(
     images: np.ndarray, labels: np.ndarray, size: int | None, part: str, source: str, dataset: DatasetSettings
 ) -> None:
+    if part == "train" and len(images) == 1:
+        raise DataError(f"{source}: expected at least 2 train images for BatchNorm to average over, got 1; add some")
     if len(images) != len(labels) or len(images) == 0:
         raise DataError(
             f"{source}: expected one label for each {part} image and at least one image, got {len(images)} images and "
@@ -109,10 +117,10 @@ def _split(arrays: Arrays, dataset: DatasetSettings) -> tuple[np.ndarray, np.nda
         return arrays.x_train, arrays.y_train, arrays.x_test, arrays.y_test
     total = len(arrays.y_train)
     count = round(dataset.validation_fraction * total)
-    if not 0 < count < total:
+    if not 0 < count < total - 1:
         raise DataError(
-            f"dataset.validation_fraction={dataset.validation_fraction}: expected a share that leaves images on both "
-            f"sides, got {count} of {total} held out; change the fraction"
+            f"dataset.validation_fraction={dataset.validation_fraction}: expected a share that holds out an image and "
+            f"leaves 2 to train on, got {count} of {total} held out; change the fraction"
         )
     held = _stratified(arrays.y_train, count)
     kept = np.setdiff1d(np.arange(total), held)
@@ -139,7 +147,7 @@ def _digits(image_size: int) -> Arrays:
         from sklearn.datasets import load_digits
     except ImportError:
         raise DataError(
-            "dataset=digits: expected scikit-learn, got no such package; pip install 'triaccel-bench[digits]'"
+            "dataset=digits: expected scikit-learn, got no such package; pip install scikit-learn"
         ) from None
     bunch = load_digits()
     # 8 x 8 grey levels 0..16.
