@@ -1,12 +1,23 @@
 """The command line as a user meets it: sweeps, reuse, exit codes, and one sentence for every mistake."""
 
+import contextlib
+import fcntl
 import json
+import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from tiny import settings
+
+from triaccel_bench import cli, runner
+from triaccel_bench.progress import Silent
+from triaccel_bench.records import planned_run, write_run
+from triaccel_bench.settings import RESULTS_VERSION
 
 COMMAND = [sys.executable, "-m", "triaccel_bench.cli"]
 TINY = [
@@ -15,11 +26,57 @@ TINY = [
 ]  # fmt: skip
 
 
-def run(*arguments: str, root: Path, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [*COMMAND, *arguments, f"results.root={root}"], capture_output=True, text=True, timeout=120, cwd=root,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
-    )  # fmt: skip
+@contextlib.contextmanager
+def endless_run(root: Path, *arguments: str):
+    """A command in a session of its own, in the midst of its training."""
+    with subprocess.Popen(
+        [*COMMAND, *TINY, "method=fp32", "epochs=1000000", f"results.root={root}", *arguments], cwd=root,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    ) as process:  # fmt: skip
+        try:
+            assert "epoch 1/" in process.stdout.readline()
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def processes_of(session: int) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, _, owner = path.read_text().rsplit(")", 1)[1].split()[:4]
+            if int(owner) == session and state != "Z":
+                found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def nothing_left_of(session: int) -> bool:
+    deadline = time.monotonic() + 20
+    while processes_of(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not processes_of(session)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    """The working folder of a command that runs in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.fixture
+def run(here, capfd):
+    """The command in this process, whose fork server has torch loaded already; what it wrote comes back as from a pipe."""
+
+    def call(*arguments: str) -> subprocess.CompletedProcess:
+        status = cli.run([*arguments, f"results.root={here}"])
+        return subprocess.CompletedProcess(arguments, status, *capfd.readouterr())
+
+    return call
 
 
 def records(root: Path) -> list[dict]:
@@ -27,15 +84,15 @@ def records(root: Path) -> list[dict]:
 
 
 def test_help_names_groups_and_settings(tmp_path):
-    done = run("--help", root=tmp_path)
+    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0
     for word in ("triaccel_curvature", "efficientnet_b0", "cifar100", "max_overhead", "triaccel-bench"):
         assert word in done.stdout
 
 
-def test_a_sweep_runs_and_a_second_one_reuses_it(tmp_path):
+def test_a_sweep_runs_and_a_second_one_reuses_it(tmp_path, run):
     command = ["-m", *TINY, "method=fp32,triaccel", "seeds=[0,1]"]
-    first = run(*command, root=tmp_path)
+    first = run(*command)
     assert first.returncode == 0, first.stdout + first.stderr
     found = records(tmp_path)
     assert sorted((r["method"], r["seed"], r["status"]) for r in found) == [
@@ -46,14 +103,14 @@ def test_a_sweep_runs_and_a_second_one_reuses_it(tmp_path):
         assert record["provenance"]["torch"] and record["provenance"]["device_name"]
         assert record["epochs"][0]["evaluation_samples"] == 32
     assert "tensors (not VRAM)" in first.stdout
-    second = run(*command, root=tmp_path)
+    second = run(*command)
     assert second.returncode == 0
     assert second.stdout.count("reused") == 4
     assert records(tmp_path) == found
 
 
-def test_a_run_without_memory_meter_says_so_once_and_leaves_figures_empty(tmp_path):
-    done = run(*TINY, "memory.meter=vram", root=tmp_path)
+def test_a_run_without_memory_meter_says_so_once_and_leaves_figures_empty(tmp_path, run):
+    done = run(*TINY, "memory.meter=vram")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("VRAM monitor off") == 1
     (record,) = records(tmp_path)
@@ -62,8 +119,9 @@ def test_a_run_without_memory_meter_says_so_once_and_leaves_figures_empty(tmp_pa
     assert (epoch["batch_min"], epoch["batch_max"], epoch["batch_last"]) == (16, 16, 16)
 
 
-def test_lines_in_a_pipe_are_whole(tmp_path):
-    done = run(*TINY, "method=fp32", root=tmp_path, COLUMNS="40")
+def test_lines_in_a_pipe_are_whole(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    done = run(*TINY, "method=fp32")
     (line,) = [line for line in done.stdout.splitlines() if "epoch 1/1" in line]
     assert line.startswith("synthetic/resnet8/fp32/seed 0") and line.endswith("left") and len(line) > 80
 
@@ -74,38 +132,77 @@ def test_lines_in_a_pipe_are_whole(tmp_path):
     (["method=fp23"], ["fp23", "fp32"]),
     (["model=vgg"], ["vgg", "resnet18"]),
     (["dataset=imagenet"], ["imagenet", "cifar10"]),
-    (["epochs=ten"], ["epochs=ten", "integer"]),
+    (["epochs=ten"], ["epochs=ten", "whole number"]),
+    (["epochs"], ["epochs: expected key=value"]),
+    (["=1"], ["key=value"]),
+    (["epochs='"], ["epochs=': expected a whole number"]),
+    (["seeds=0,1"], ["add -m to run each", "write seeds=[0,1] for a list"]),
+    (["-m", "seeds=0,1"], ["seeds=0: expected a list; write seeds=[0]"]),
+    (["hydra.sweeper.params={epochs:1}"], ["--hydra-help"]),
+    (["~method"], ["method: expected a value"]),
+    (["dataset.path=~/no such (file).npz", "device=cpu"], [str(Path.home() / "no such (file).npz"), "no such file"]),
     (["seeds=[]"], ["seeds"]),
     (["optimizer.lr=-1"], ["optimizer.lr=-1"]),
     (["method.precision.tau_low=2", "method.precision.tau_high=1"], ["tau_low < tau_high"]),
     (["device=cuda"], ["device=cpu"]),
     (["epochs=${nothing}"], ["nothing"]),
-    (["epochs="], ["epochs"]),
+    (["epochs="], ['epochs="": expected a whole number']),
     (["+experiment=nothing"], ["nothing", "table1"]),
     (["-m", "epochs=1", "optimizer.lr=0.1,-0.1"], ["optimizer.lr=-0.1"]),
 ])  # fmt: skip
-def test_mistakes_end_in_one_sentence_and_exit_code_two(tmp_path, arguments, words):
-    done = run(*arguments, root=tmp_path)
+def test_mistakes_end_in_one_sentence_and_exit_code_two(here, run, arguments, words):
+    done = run(*arguments)
     said = done.stdout + done.stderr
     assert done.returncode == 2, said
     assert "Traceback" not in said
     assert len(said.strip().splitlines()) == 1, said
     for word in words:
         assert word in said
-    assert not records(tmp_path)
+    assert not records(here)
 
 
-def test_data_that_is_not_there_is_refused_before_training(tmp_path):
-    done = run("device=cpu", "dataset=cifar10", "dataset.download=false", "model=resnet8", root=tmp_path)
+@pytest.mark.parametrize("name", ["file", "file/below", "n" * 300, "/proc/none", "~nobody-of-that-name/x"])
+def test_a_root_that_cannot_be_written_is_refused_before_training(here, capfd, name):
+    (here / "file").touch()
+    assert cli.run([f"results.root={name}", *TINY, "method=fp32"]) == 2
+    said = capfd.readouterr()
+    assert said.out == "" and len(said.err.splitlines()) == 1 and "results.root" in said.err
+
+
+def test_a_folder_of_a_seed_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
+    chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
+    runner.seed_folder(chosen, runner.identity(chosen, "cpu"), 0).parent.touch()
+    (outcome,) = runner.run_cells([chosen], Silent())
+    assert outcome.status == "refused" and "name another by results.root" in outcome.reason
+
+
+@pytest.mark.parametrize("arguments", [["--cfg", "job", "epochs=7"], ["epochs=7", "--cfg", "job", "method=fp32"], ["epochs=7", "--cfg", "job"]])
+def test_options_may_stand_before_between_or_after_overrides(here, capfd, arguments):
+    assert cli.run(arguments) == 0
+    assert "epochs: 7" in capfd.readouterr().out
+
+
+def test_any_name_of_a_folder(here, capfd, monkeypatch):
+    home = here / "häuser & höfe, (1)"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    assert cli.run(["results.root=~/so 'viel'", *TINY, "method=fp32"]) == 0, capfd.readouterr()
+    assert records(home / "so 'viel'")[0]["status"] == "done"
+    assert [entry.name for entry in here.iterdir()] == [home.name], "Hydra's folders too lie below the root"
+
+
+def test_data_that_is_not_there_is_refused_before_training(tmp_path, run):
+    done = run("device=cpu", "dataset=cifar10", "dataset.download=false", "model=resnet8")
     assert done.returncode == 2
     assert "cifar" in done.stderr.lower() and len(done.stderr.strip().splitlines()) == 1
     assert "Traceback" not in done.stdout + done.stderr
     assert not records(tmp_path)
 
 
-def test_a_diverged_run_fails_the_command_and_is_named(tmp_path):
+def test_a_diverged_run_fails_the_command_and_is_named(tmp_path, run):
     done = run(
-        *TINY, "method=fp32", "optimizer.lr=1e30", "epochs=20", "method.loss_scale.max_consecutive_skips=4", root=tmp_path
+        *TINY, "method=fp32", "optimizer.lr=1e30", "epochs=20", "method.loss_scale.max_consecutive_skips=4"
     )
     assert done.returncode == 1
     (record,) = records(tmp_path)
@@ -113,15 +210,125 @@ def test_a_diverged_run_fails_the_command_and_is_named(tmp_path):
     assert "diverged: synthetic/resnet8/fp32 seed 0" in done.stdout
 
 
-def test_a_killed_child_leaves_a_failed_record(tmp_path, monkeypatch):
-    from tiny import settings
+def test_a_run_whose_process_was_killed_fails_with_its_reason(tmp_path):
+    class Killer(Silent):
+        def epoch(self, payload, epochs):
+            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
-    from triaccel_bench import runner
-    from triaccel_bench.progress import Silent
-
-    monkeypatch.setattr(runner, "_child", lambda entry, arguments, receive: (None, -9))
-    monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
-    (outcome,) = runner.run_cells([settings(f"results.root={tmp_path}", "seeds=[0]")], Silent())
+    (outcome,) = runner.run_cells([settings(f"results.root={tmp_path}", "seeds=[0]", "epochs=1000000")], Killer())
     assert (outcome.status, "SIGKILL" in outcome.reason) == ("failed", True)
     (record,) = records(tmp_path)
-    assert record["status"] == "failed" and not record["epochs"]
+    assert (record["status"], record["reason"], record["epochs"]) == ("failed", outcome.reason, [])
+
+
+def test_ctrl_c_ends_everything_and_leaves_no_half_record(tmp_path):
+    with endless_run(tmp_path) as process:
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == "triaccel-bench: interrupted; finished seeds are kept, run the same command to go on\n"
+    assert nothing_left_of(process.pid) and not records(tmp_path)
+
+
+def test_sigterm_is_an_interruption_too(monkeypatch, here, capfd):
+    def terminated(jobs, reporter):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(cli, "run_cells", terminated)
+    monkeypatch.setattr(sys, "argv", ["triaccel-bench", "device=cpu"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            cli.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.code == 130 and "interrupted" in capfd.readouterr().err
+
+
+def test_no_child_trains_on_when_its_parent_was_killed(tmp_path):
+    with endless_run(tmp_path) as process:
+        process.kill()
+        _, said = process.communicate(timeout=30)
+        assert nothing_left_of(process.pid)
+    assert said == "" and not records(tmp_path)
+
+
+def talking(root: Path, **environment: str) -> subprocess.Popen:
+    """The command with runs that only say the same line for ever."""
+    code = """
+from triaccel_bench import cli
+def endless(jobs, reporter):
+    while True:
+        reporter.line("naïve")
+cli.run_cells = endless
+cli.main()
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, "device=cpu", f"results.root={root}"], text=True, encoding="utf-8",
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("encoding, line", [("utf-8", "naïve\n"), ("ascii", "na\\xefve\n")])
+def test_a_closed_pipe_ends_the_command_in_a_sentence_and_no_encoding_does(tmp_path, encoding, line):
+    with talking(tmp_path, PYTHONIOENCODING=encoding) as process:
+        assert process.stdout.readline() == line
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 130 and said.startswith("triaccel-bench: output closed") and said.count("\n") == 1
+
+
+def test_a_second_command_waits_for_the_first_and_reuses_its_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
+    chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
+    cell = runner.identity(chosen, "cpu")
+    folder = runner.seed_folder(chosen, cell, 0)
+    folder.mkdir(parents=True)
+    first = (folder / ".lock").open("w")
+    fcntl.flock(first, fcntl.LOCK_EX)
+    said = []
+
+    class First(Silent):
+        def line(self, text):
+            said.append(text)
+            if "waiting" in text:
+                done = planned_run(chosen.model_dump(mode="json"), 0, cell, RESULTS_VERSION)
+                write_run(folder, done.model_copy(update={"status": "done"}))
+                first.close()
+
+    (outcome,) = runner.run_cells([chosen], First())
+    assert outcome.reused and "another command is running it" in said[0] and "reused" in said[1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "another seed", "another version", "folder"])
+def test_a_record_that_does_not_answer_is_run_again(tmp_path, monkeypatch, damage):
+    chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
+    cell = runner.identity(chosen, "cpu")
+    folder = runner.seed_folder(chosen, cell, 0)
+    stale = planned_run(chosen.model_dump(mode="json"), 1 if damage == "another seed" else 0, cell, 1)
+    stale.status = "done"
+    stale.results_version = 0 if damage == "another version" else 1
+    path = write_run(folder, stale)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:100])
+    elif damage == "folder":
+        path.unlink()
+        path.mkdir()
+    (folder / ".run.json.half").touch()
+    said, asked = [], []
+
+    class Listening(Silent):
+        def line(self, text):
+            said.append(text)
+
+    def answer(entry, arguments, receive):
+        asked.append(entry)
+        return ("finished", ("done", None)), 0
+
+    monkeypatch.setattr(runner, "_child", answer)
+    monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
+    (outcome,) = runner.run_cells([chosen], Listening())
+    assert asked == ["run_seed"] and not outcome.reused
+    assert str(path) in said[0] and said[0].endswith("running that seed again")
+    assert not (folder / ".run.json.half").exists(), "what a killed run left behind goes"

@@ -1,7 +1,8 @@
 """``triaccel-bench``: compose every job of the sweep, judge all of them, then run them.
 
 Exit codes: 0 done; 1 some runs failed (listed with reasons); 2 the configuration, device or
-data cannot be used; 130 interrupted (finished seeds are kept and reused).
+data cannot be used; 130 interrupted by Ctrl-C, SIGTERM or the reader of a closed pipe
+(finished seeds are kept and reused).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import signal
 import sys
+from collections.abc import Callable
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -30,6 +34,12 @@ _LOCAL_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 def main() -> None:
     """Console entry; never returns normally."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A name that the terminal's encoding lacks is worth an escape, not the loss of a run.
+            stream.reconfigure(errors="backslashreplace")
+    # Slurm and `timeout` ask with SIGTERM; left alone, it would end this process and not the child.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -56,9 +66,9 @@ def run(arguments: list[str]) -> int:
             # Another launcher (Slurm, say) has brought us to where the job is to run.
             outcomes.extend(_run([settings]))
 
-    previous, sys.argv = sys.argv, ["triaccel-bench", *arguments]
+    previous, sys.argv = sys.argv, ["triaccel-bench", *_hydra_arguments(arguments)]
     try:
-        job()
+        _compose(job)
         if mistakes:
             raise mistakes[0]
         outcomes.extend(_run(jobs))
@@ -68,9 +78,51 @@ def run(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         print("triaccel-bench: interrupted; finished seeds are kept, run the same command to go on", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        # Nobody reads any more; what is still buffered must not fail again when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        print("triaccel-bench: output closed; finished seeds are kept, run the same command to go on", file=sys.stderr)
+        return 130
     finally:
         sys.argv = previous
     return _exit_code(outcomes)
+
+
+def _hydra_arguments(arguments: list[str]) -> list[str]:
+    """Overrides first, for Hydra's parser takes none after an option, and in quotes where its grammar needs them."""
+    overrides = [text for text in arguments if re.match(r"~|[^-./][^=]*=|=", text)]
+    return [*map(_quoted, overrides), *(text for text in arguments if text not in overrides)]
+
+
+def _quoted(override: str) -> str:
+    """``dataset.path=~/a b`` is what people type, and Hydra reads ``~``, accents and blanks only in quotes."""
+    try:
+        OverridesParser.create().parse_override(override)
+    except (HydraException, AssertionError):
+        if "=" not in override:
+            return override
+        key, value = override.split("=", 1)
+        escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\" + found[2] if found[2] else ""), value)
+        return f"{key}='{escaped}'"
+    return override
+
+
+def _compose(job: Callable[[], None]) -> None:
+    """Let Hydra call ``job`` for every job; what it raises for a setting of its own becomes a ``SettingsError``."""
+    try:
+        job()
+    except (HydraException, OmegaConfBaseException, SettingsError, Refused):
+        raise
+    except OSError as error:
+        raise SettingsError(
+            f"results.root: expected a folder that can be written, got {error}; name another by results.root"
+        ) from None
+    except Exception as error:
+        what = str(error).split("\n")[0] or type(error).__name__
+        raise SettingsError(
+            f"expected a command line that Hydra can use, got one that it stops at ({what}); "
+            "write overrides as key=value, and see --hydra-help"
+        ) from None
 
 
 def _run(jobs: list[Settings]) -> list[Outcome]:
@@ -106,6 +158,11 @@ def _exit_code(outcomes: list[Outcome]) -> int:
 def _sentence(error: Exception) -> str:
     """One line: Hydra's and OmegaConf's messages span several, and the cause says more than the wrapper."""
     message = str(error)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: expected key=value, for example epochs=3; `triaccel-bench --cfg job` lists every key"
+    if several := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", message):
+        key, value = several.groups()
+        return f"{key}={value}: expected one value, got several; add -m to run each, or write {key}=[{value}] for a list"
     cause = error.__cause__
     while cause is not None and isinstance(cause, (HydraException, OmegaConfBaseException)):
         message, cause = f"{message} {cause}", cause.__cause__
@@ -120,7 +177,7 @@ def _suggestion(text: str) -> str:
     if match is None:
         return ""
     close = difflib.get_close_matches(match.group(1), _field_names(), n=1)
-    return f"; did you mean {close[0]}?" if close else "; `triaccel-bench --cfg job` lists every key"
+    return f"; did you mean {close[0]}?" if close and close[0] != match.group(1) else "; `triaccel-bench --cfg job` lists every key"
 
 
 def _field_names() -> list[str]:

@@ -13,6 +13,7 @@ CONFIG_PACKAGE = "triaccel_bench.conf"
 
 # Hydra's own folders carry the process id, so that two sweeps begun in one second do not share one.
 OmegaConf.register_new_resolver("process_id", os.getpid, replace=True)
+OmegaConf.register_new_resolver("expanded", os.path.expanduser, replace=True)
 
 
 def to_settings(config: DictConfig) -> Settings:

@@ -95,7 +95,7 @@ class Live(Plain):
 
 def open_reporter(kind: str) -> Silent:
     """``auto`` is live on a terminal and plain in a pipe, a log or a notebook cell."""
-    if kind == "none":
+    if kind == "none" or sys.stdout is None:
         return Silent()
     if kind == "rich" or (kind == "auto" and sys.stdout.isatty()):
         return Live()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from triaccel_bench.progress import Reporter
-from triaccel_bench.records import RUN_FILE, RecordError, Status, planned_run, read_run, write_run
+from triaccel_bench.records import RUN_FILE, TRACE_FILE, RecordError, Status, planned_run, read_run, write_run
 from triaccel_bench.settings import RESULTS_VERSION, Settings, identity
 
 
@@ -33,8 +37,9 @@ class Refused(RuntimeError):
 def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     """Run every seed of every cell that has no finished record yet, one after the other.
 
-    A cell whose data or weights cannot be used is listed as refused and the others go on; a
-    seed that fails leaves a record that says so.
+    A cell whose data, weights or folder cannot be used is listed as refused and the others go
+    on; a seed that fails leaves a record that says so. Commands that ask for the same seed at
+    once take turns, and the later one reuses what the earlier one finished.
 
     Raises:
         Refused: a device that the cells ask for cannot be used; nothing has been run.
@@ -66,25 +71,56 @@ def _run_cell(
     for seed in settings.seeds:
         folder = seed_folder(settings, cell, seed)
         path = folder / RUN_FILE
-        if settings.results.reuse and _finished(path, reporter):
-            reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
-            outcomes.append(Outcome(label, seed, "done", None, path, reused=True))
-            continue
-        reporter.start(f"{label}/seed {seed}", settings.memory.meter)
-        status, reason = _run_seed(settings, seed, cell, folder, reporter)
-        if status != "done":
-            reporter.line(f"{label}/seed {seed}: {status}: {reason}")
-        outcomes.append(Outcome(label, seed, status, reason, path))
+        with _claimed(folder, f"{label}/seed {seed}", reporter):
+            if settings.results.reuse and _finished(path, cell, seed, reporter):
+                reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
+                outcomes.append(Outcome(label, seed, "done", None, path, reused=True))
+                continue
+            reporter.start(f"{label}/seed {seed}", settings.memory.meter)
+            status, reason = _run_seed(settings, seed, cell, folder, reporter)
+            if status != "done":
+                reporter.line(f"{label}/seed {seed}: {status}: {reason}")
+            outcomes.append(Outcome(label, seed, status, reason, path))
 
 
-def _finished(path: Path, reporter: Reporter) -> bool:
+@contextlib.contextmanager
+def _claimed(folder: Path, label: str, reporter: Reporter) -> Iterator[None]:
+    """Hold a seed's folder alone, waiting for another command that does; the system frees it when a holder dies."""
+    lock = folder / ".lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise Refused(f"{folder}: expected a folder that can be written, got {error}; name another by results.root") from None
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reporter.line(f"{label}: another command is running it; waiting for that one to end")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError:
+            # A file system without locks: each command still writes whole records.
+            pass
+        for name in (RUN_FILE, TRACE_FILE):
+            for part in folder.glob(f".{name}.*"):
+                part.unlink()
+        yield
+    finally:
+        os.close(handle)
+
+
+def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
     if not path.exists():
         return False
     try:
-        return read_run(path).status == "done"
+        run = read_run(path)
     except RecordError as error:
-        reporter.line(f"{error}; running it again")
+        reporter.line(f"{error.fault}; running that seed again")
         return False
+    if (run.cell, run.seed, run.results_version) != (cell, seed, RESULTS_VERSION):
+        reporter.line(f"{path}: holds seed {run.seed} of cell {run.cell}, not of this one; running that seed again")
+        return False
+    return run.status == "done"
 
 
 def _run_seed(
@@ -106,7 +142,10 @@ def _run_seed(
     reason = f"the process of this run ended early ({_how(exit_code)})"
     lost = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
     lost.reason = reason
-    write_run(folder, lost)
+    try:
+        write_run(folder, lost)
+    except OSError as error:
+        reason = f"{reason}, and its record cannot be written ({error}); free space below results.root"
     return "failed", reason
 
 
@@ -120,7 +159,9 @@ def _device_name(device: str, kernels: str) -> str:
     return payload
 
 
-def _child(entry: str, arguments: tuple, receive) -> tuple[tuple | None, int | None]:
+def _child(
+    entry: str, arguments: tuple, receive: Callable[[str, Any], None]
+) -> tuple[tuple[str, Any] | None, int | None]:
     """Call ``worker.<entry>`` in a child and pass on its messages; returns the last one and the exit code.
 
     The fork server imports torch once and never touches CUDA, so a child starts in
@@ -132,7 +173,19 @@ def _child(entry: str, arguments: tuple, receive) -> tuple[tuple | None, int | N
     context.set_forkserver_preload(["triaccel_bench.worker"])
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_enter, args=(entry, there, arguments), daemon=True)
-    child.start()
+    # Ctrl-C reaches the whole process group; the parent decides and ends the child. The fork
+    # server, started here, hands its mask down, so that a child is deaf to it from birth; the
+    # resource tracker comes first because its start unblocks the signal.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        child.start()
+    except (EOFError, OSError):
+        # The fork server was killed; the next child starts a new one.
+        here.close()
+        return None, None
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     there.close()
     verdict = None
     try:
@@ -143,25 +196,33 @@ def _child(entry: str, arguments: tuple, receive) -> tuple[tuple | None, int | N
             else:
                 receive(kind, payload)
     except EOFError:
-        pass
+        child.join(timeout=5)
     finally:
+        here.close()
         if verdict is None and child.is_alive():
-            child.join(timeout=1)
             child.terminate()
         child.join()
-        here.close()
     return verdict, child.exitcode
 
 
 def _enter(entry: str, pipe: Connection, arguments: tuple) -> None:
-    # Ctrl-C reaches the whole process group; the parent decides and ends the child.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     from triaccel_bench import worker
 
     getattr(worker, entry)(pipe, *arguments)
 
 
+def _end_with_parent() -> None:
+    """A parent killed outright cannot end its child; without this the child would train on, unseen, on the device."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def _how(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
+    if exit_code is None:
+        return "it did not start: the server that forks children was killed"
+    if exit_code == -signal.SIGKILL:
+        return "signal SIGKILL, as when the machine's memory runs out: lower method.batch.max or evaluation.batch"
+    if exit_code < 0:
         return f"signal {signal.Signals(-exit_code).name}"
     return f"exit code {exit_code}"
