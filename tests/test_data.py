@@ -285,7 +285,7 @@ def test_validation_images_are_stratified_and_never_trained_on(tmp_path):
     assert np.array_equal(on_test.x_eval.permute(0, 2, 3, 1).numpy(), images(20, seed=1))
 
 
-@pytest.mark.parametrize("fraction", [0.005, 0.995])
+@pytest.mark.parametrize("fraction", [0.005, 0.97, 0.995])
 def test_a_validation_share_that_leaves_one_side_empty_is_refused(tmp_path, fraction):
     message = message_of(settings(path=write_npz(tmp_path / "a.npz"), validation_fraction=fraction))
     assert f"dataset.validation_fraction={fraction}" in message and "change the fraction" in message
@@ -299,6 +299,21 @@ def test_data_sets_without_files_refuse_a_path(name, tmp_path):
 
 def test_synthetic_needs_sizes():
     assert "got null; set both" in message_of(settings(name="synthetic", test_size=None))
+
+
+def test_a_single_training_image_is_refused(tmp_path):
+    path = write_npz(tmp_path / "a.npz", x_train=images(1), y_train=np.zeros(1, int))
+    assert "at least 2 train images" in message_of(settings(path=path, train_size=None))
+
+
+@pytest.mark.parametrize("error", [MemoryError("cannot allocate 6.3 TB"), RuntimeError("can't allocate memory\nmore")])
+def test_images_that_do_not_fit_into_memory_are_refused(monkeypatch, error):
+    def fail(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(torch, "randint", fail)
+    message = message_of(settings(name="synthetic"))
+    assert str(error).split("\n")[0] in message and "lower dataset.train_size" in message and "\n" not in message
 
 
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):

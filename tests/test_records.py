@@ -56,6 +56,18 @@ def test_missing_and_broken_traces_are_named(tmp_path):
     (tmp_path / records.TRACE_FILE).write_bytes(b"not gzip")
     with pytest.raises(RecordError, match="cannot be read"):
         read_trace(tmp_path / records.TRACE_FILE)
+    path = write_run(tmp_path, run(), Trace(layers=["a" * 500])).parent / records.TRACE_FILE
+    whole = path.read_bytes()
+    for damaged in (whole[:-9], whole[:12] + b"\xff" * 12 + whole[24:]):
+        path.write_bytes(damaged)
+        with pytest.raises(RecordError, match="cannot be read"):
+            read_trace(path)
+
+
+def test_a_run_without_a_trace_takes_an_older_runs_trace_away(tmp_path):
+    write_run(tmp_path, run(), Trace(layers=["a"]))
+    write_run(tmp_path, run())
+    assert [entry.name for entry in tmp_path.iterdir()] == [records.RUN_FILE]
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):

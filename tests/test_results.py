@@ -20,6 +20,15 @@ def test_broken_files_are_named(tmp_path):
     assert f"Not used: {results.problems[1]}" in table1(results).footers
 
 
+def test_what_is_no_folder_or_no_file_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "a" / "run.json").mkdir(parents=True)
+    results = read_results([tmp_path / "file", tmp_path])
+    assert not results.runs and len(results.problems) == 2
+    assert "expected a folder, got a file; correct --results" in results.problems[0]
+    assert str(tmp_path / "a" / "run.json") in results.problems[1]
+
+
 @pytest.mark.parametrize(("done", "lost"), [("a", "b"), ("b", "a")])
 def test_a_seed_counts_once_and_as_finished_wherever_it_lies(tmp_path, done, lost):
     lost = write(tmp_path / lost, run(seed=0), run(seed=1, status="failed", reason="lost the machine"))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import pickle
 import tarfile
 import zipfile
@@ -14,6 +15,7 @@ from torchvision.datasets import CIFAR10, CIFAR100
 
 from fabricated import check_whole, images, message_of, settings, write_class_folders, write_npz
 from triaccel_bench.data import load
+from triaccel_bench.sources import DataError
 
 BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
 
@@ -223,6 +225,8 @@ def test_a_root_that_cannot_be_written(cifar10, archive):
         ({"y_train": np.zeros(39, int)}, "got 40 images and 39 labels"),
         ({"x_train": images(0), "y_train": np.zeros(0, int)}, "at least one image, got 0 images"),
         ({"x_train": images(40) / 255}, "x_train: expected uint8"),
+        ({"x_train": np.full((40, 32, 32, 3), np.nan)}, "x_train: expected uint8"),
+        ({"x_train": np.array([None] * 40)}, "expected an .npz of plain arrays"),
         ({"x_train": images(40).astype(np.int64)}, "got int64 [40, 32, 32, 3]; save the pixels as bytes 0..255"),
         ({"x_test": images(20, side=28)}, "dataset.image_size=32), got uint8 [20, 28, 28, 3]"),
         ({"x_train": images(40)[..., :1]}, "got uint8 [40, 32, 32, 1]"),
@@ -249,6 +253,30 @@ def test_a_cut_off_npz_is_refused(tmp_path, share):
     cut(path, share)
     message = message_of(settings(path=str(path)))
     assert f"{path}: expected a whole .npz archive" in message and f"({path.stat().st_size} bytes)" in message
+
+
+def test_no_damage_to_an_npz_shows_a_raw_error(tmp_path):
+    path = Path(write_npz(tmp_path / "a.npz", x_train=images(40, side=8), x_test=images(20, side=8)))
+    whole, random, refused = path.read_bytes(), np.random.default_rng(0), 0
+    for _ in range(150):
+        content = bytearray(whole)
+        for place in random.choice([*range(200), *range(len(whole) - 600, len(whole))], 2):
+            content[place] = random.integers(256)
+        path.write_bytes(content)
+        try:
+            load(settings(path=str(path), image_size=8))
+        except DataError as error:
+            refused += 1
+            assert str(error).startswith(str(path)) and ";" in str(error)
+    assert refused > 75
+
+
+def test_an_encrypted_npz_is_refused(tmp_path):
+    path = Path(write_npz(tmp_path / "a.npz"))
+    content = bytearray(path.read_bytes())
+    content[content.index(b"PK\x01\x02") + 8] |= 1
+    path.write_bytes(content)
+    assert "encrypted" in message_of(settings(path=str(path)))
 
 
 @pytest.mark.parametrize("kind", ["npy", "flipped bit", "not arrays"])
@@ -281,7 +309,13 @@ def test_a_path_that_is_nothing_we_read(tmp_path):
     message = message_of(settings(path=str(tmp_path)))
     assert "expected an .npz file, a folder cifar-10-batches-py" in message and "holding cifar-100-python" in message
     (tmp_path / "a.tar.gz").write_bytes(b"")
-    assert "got a file of another kind" in message_of(settings(path=str(tmp_path / "a.tar.gz")))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    os.mkfifo(tmp_path / "fifo.npz")
+    for name in ("a.tar.gz", "fifo.npz"):
+        assert "got a file of another kind" in message_of(settings(path=str(tmp_path / name)))
+    for name in ("loop", "a.tar.gz/below", "n" * 300):
+        assert str(tmp_path / name) in message_of(settings(path=str(tmp_path / name)))
+    assert "got a file of another kind" in message_of(settings(path="/dev/zero"))
 
 
 def break_folders(path: Path, fault: str) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from measured import run, write
 
@@ -48,6 +51,29 @@ def test_command_fails_and_names_the_files_when_none_can_be_read(tmp_path, capsy
     (tmp_path / "run.json").write_text("")
     assert tables_cli.main(["--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
     assert str(tmp_path / "run.json") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["file", "file/below", "/proc/none", "n" * 300])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch, out):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    write(tmp_path / "runs", run())
+    assert tables_cli.main(["--results", "runs", "--out", out]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert out in captured.err and "name another by --out" in captured.err
+
+
+def test_a_reader_that_has_seen_enough_is_no_fault(tmp_path):
+    write(tmp_path / "runs", *(run(method=f"m{n}") for n in range(300)))
+    with subprocess.Popen(
+        [sys.executable, "-m", "triaccel_bench.tables_cli", "--results", "runs"], cwd=tmp_path, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout.readline()
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, said) == (0, "")
 
 
 def test_command_audits(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,13 @@ def read_results(folders: Iterable[Path]) -> Results:
     later one; the problems name the other. The same record found twice is no problem.
     """
     folders = list(folders)
-    problems = [f"{folder}: no such folder" for folder in folders if not folder.is_dir()]
+    problems = [
+        f"{folder}: expected a folder, got {'a file' if folder.exists() else 'no such folder'}; correct --results"
+        for folder in folders
+        if not folder.is_dir()
+    ]
     kept: dict[tuple[str, int, str | None], tuple[Path, RunRecord]] = {}
-    for path in sorted({path.resolve(): path for folder in folders for path in folder.rglob(RUN_FILE)}.values()):
+    for path in sorted({os.path.realpath(path): path for folder in folders for path in folder.rglob(RUN_FILE)}.values()):
         try:
             run = read_run(path)
         except RecordError as error:

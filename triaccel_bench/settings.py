@@ -23,8 +23,7 @@ Dtype = Literal["fp16", "bf16", "fp32"]
 
 MAX_COUNT = 2**31 - 1
 """The largest whole number of any setting; a larger one is a slip, and overflows a tensor's 32-bit index."""
-MAX_PIXELS = 4096
-"""The largest side of an image."""
+MAX_PIXELS = 4096  # a side
 
 
 def _expanded(text: str) -> str:
@@ -236,9 +235,7 @@ class Settings(_Section):
             )
         budget, elastic = self.memory.budget, self.method.batch.elastic
         if elastic and budget == "device" and self.device == "cpu":
-            raise ValueError(
-                "memory.budget=device and device=cpu: expected a CUDA device; use memory.budget=fp32 or a number of GB"
-            )
+            raise ValueError("memory.budget=device and device=cpu: expected a CUDA device; use memory.budget=fp32")
         if elastic and budget == "paper" and (self.dataset.name, self.model.name) not in _PRINTED_CELLS:
             raise ValueError(
                 f"memory.budget=paper, dataset.name={self.dataset.name} and model.name={self.model.name}: expected a "
@@ -251,10 +248,8 @@ class Settings(_Section):
             )
         weights = self.model.weights
         if weights not in ("none", "imagenet") and not os.path.isfile(weights):
-            raise ValueError(
-                f"model.weights={weights}: expected none, imagenet or the path of a state dict; no such file exists"
-            )
-        if weights == "imagenet" and (self.model.stem != "imagenet" or self.model.name == "resnet8"):
+            raise ValueError(f"model.weights={weights}: expected none, imagenet or a state dict, got no such file; correct it")
+        if weights == "imagenet" and self.model.stem != "imagenet":
             raise ValueError(
                 f"model.weights=imagenet and model.name={self.model.name}: expected a model with ImageNet weights; "
                 "use model=resnet18 or model=efficientnet_b0"

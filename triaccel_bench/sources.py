@@ -14,7 +14,6 @@ import tarfile
 import tempfile
 import urllib.request
 import zipfile
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,7 +177,10 @@ def _read_npz(path: Path, image_size: int) -> Arrays:
                     f"add {', '.join(missing)}"
                 )
             arrays = {key: np.asarray(file[key]) for key in (*required, "classes") if key in file.files}
-    except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
+    except DataError:
+        raise
+    except Exception as error:
+        # Damaged bytes make zipfile, zlib and numpy's header parser raise a dozen kinds between them.
         raise DataError(
             f"{path}: expected an .npz of plain arrays, got one that cannot be read ({error}); copy or save it again"
         ) from None
@@ -247,5 +249,8 @@ def _read_image(file: Path, image_size: int) -> np.ndarray:
             if image.mode.startswith(("I", "F")):
                 raise DataError(f"{file}: expected 8 bits a channel, got mode {image.mode}; {remedy}")
             return np.asarray(image.convert("RGB"))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+    except DataError:
+        raise
+    except Exception as error:
+        # Pillow's decoders raise whatever damaged bytes lead them to.
         raise DataError(f"{file}: expected an image, got a file that cannot be decoded ({error}); {remedy}") from None

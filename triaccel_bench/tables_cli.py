@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from triaccel_bench.tables import (
     to_markdown,
 )
 
-DONE, NOTHING_USABLE, NO_RECORDS = 0, 1, 2
+DONE, NOTHING_USABLE, REFUSED = 0, 1, 2
 
 _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
@@ -30,9 +31,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write the tables, or print the audit. Returns the exit code.
 
     0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
-    records but none is of a finished run; 2: no records, or a bad command line.
+    records but none is of a finished run; 2: no records, nowhere to write, or a bad command line.
+    A reader that closes the pipe early has seen enough: that is no fault.
     """
     options = _parser().parse_args(arguments)
+    try:
+        code = _run(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        _silence_output()
+        return DONE
+    except OSError as error:
+        _silence_output()
+        print(f"Standard output: expected it to take the tables, got {error}; they may be in {options.out}", file=sys.stderr)
+        return REFUSED
+
+
+def _silence_output() -> None:
+    # Python flushes what is left as it ends, and would show that failure too.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(options: argparse.Namespace) -> int:
     if options.command == "audit":
         render_terminal(audit_table())
         return DONE
@@ -47,17 +69,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "on any CPU, and --results names another folder.",
         file=sys.stderr,
     )
-    return NO_RECORDS
+    return REFUSED
 
 
 def _write_tables(results: Results, out: Path) -> int:
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, table in (("table1", table1(results)), ("table2", table2(results))):
+    tables = {"table1": table1(results), "table2": table2(results)}
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        written = [
+            write_atomically(out / f"{name}.{suffix}", writer(table).encode())
+            for name, table in tables.items()
+            for suffix, writer in _WRITERS.items()
+        ]
+    except OSError as error:
+        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
+        return REFUSED
+    for table in tables.values():
         render_terminal(table)
         print()
-        for suffix, writer in _WRITERS.items():
-            written.append(write_atomically(out / f"{name}.{suffix}", writer(table).encode()))
     print(f"Written: {', '.join(map(str, written))}")
     if any(why_excluded(run) is None for run in results.runs):
         return DONE
