@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from triaccel_bench import paper
+from triaccel_bench.configuration import compose
 from triaccel_bench.records import EpochRecord, Provenance, RunRecord, write_run
 from triaccel_bench.results import Results
 
 GB = 10**9
+CONF = Path(__file__).resolve().parent.parent / "conf"
 
 
 def epoch(number: int = 0, **changes: Any) -> EpochRecord:
     values = dict(
         epoch=number, train_loss=1.0, train_accuracy_percent=50.0, evaluation_accuracy_percent=77.0, train_seconds=21.0,
         steps=10, samples_seen=960, batch_mean=96.0, batch_min=96, batch_max=96, batch_last=96, learning_rate_last=0.1,
-        memory_peak_bytes=350_000_000, layers_requested={}, layers_executed={},
+        memory_peak_bytes=350_000_000, layers_requested={"fp32": 21}, layers_executed={"fp32": 21},
     )  # fmt: skip
     return EpochRecord(**values | changes)
 
@@ -29,16 +33,24 @@ def provenance(device_name: str = "Card A") -> Provenance:
     )  # fmt: skip
 
 
+@cache
+def _composed(*overrides: str) -> dict[str, Any]:
+    return compose(overrides).model_dump(mode="json")
+
+
 def settings(dataset: str, model: str, method: str) -> dict[str, Any]:
-    """The part of ``Settings.model_dump`` that tables read."""
-    return {
-        "seeds": [0],
-        "epochs": 1,
-        "dataset": {"name": dataset, "evaluate_on": "test"},
-        "model": {"name": model, "stem": "imagenet", "input_size": 32, "weights": "none"},
-        "method": {"name": method, "batch": {"initial": 96}},
-        "memory": {"meter": "vram", "budget": "fp32"},
-    }
+    """What a run of one epoch and seed records; a name without a file in ``conf/`` gets the settings of FP32's."""
+    tree = deepcopy(_composed("epochs=1", "seeds=[0]", "method=fp32"))
+    for group, name in (("dataset", dataset), ("model", model), ("method", method)):
+        if (CONF / group / f"{name}.yaml").is_file():
+            tree[group] = deepcopy(_composed(f"{group}={name}")[group])
+        tree[group]["name"] = name
+    return tree
+
+
+def merged(tree: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {key: merged(tree[key], changes[key]) for key in tree.keys() & changes.keys() if isinstance(tree[key], dict)}
+    return tree | changes | both
 
 
 def run(
@@ -51,7 +63,7 @@ def run(
         epochs = [epoch(evaluation_accuracy_percent=accuracy, train_seconds=seconds, memory_peak_bytes=memory)]
     values = dict(
         results_version=1, status="done", cell=f"{dataset}-{model}-{method}", dataset=dataset, model=model,
-        method=method, seed=seed, epochs_planned=len(epochs), settings=settings(dataset, model, method) | (tree or {}),
+        method=method, seed=seed, epochs_planned=len(epochs), settings=merged(settings(dataset, model, method), tree or {}),
         provenance=provenance(), meter="vram", budget_bytes=350_000_000, budget_source="fp32", epochs=epochs,
     )  # fmt: skip
     return RunRecord(**values | changes)

@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
     0: {"settings", "records", "paper", "graphs", "sources", "lanczos"},
     1: {"hardware", "data", "models", "schedule", "curvature", "meters", "stats", "results", "labels", "layout"},
-    2: {"precision", "control", "tables", "configuration", "progress"},
-    3: {"engine"},
-    4: {"methods"},
+    2: {"precision", "control", "cells", "configuration", "progress"},
+    3: {"engine", "footers", "sheet"},
+    4: {"methods", "tables"},
     5: {"trainer", "library"},
     6: {"worker"},
     7: {"runner"},

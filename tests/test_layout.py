@@ -17,12 +17,12 @@ from triaccel_bench.tables import audit_table, table1, table2
 
 
 def test_labels_and_figures_survive_the_csv():
-    runs = [run(method=name, accuracy=100 / 3) for name in ("NA", "null", "nan", "None", "n/a", 'a,"b')]
+    runs = [run(method=name, accuracy=100 / 3) for name in ("NA", "null", "nan", "None", 'a,"b')]
     text = to_csv(table1(Results(tuple(runs))))
-    frame = pandas.read_csv(io.StringIO(text), keep_default_na=False, na_values=[""])
-    assert sorted(frame["method"]) == sorted(["NA", "null", "nan", "None", "n/a", 'a,"b'])
-    assert list(frame["accuracy_percent_mean"]) == [100 / 3] * 6
-    assert frame["accuracy_percent_std"].isna().all()
+    frame = pandas.read_csv(io.StringIO(text), keep_default_na=False, na_values=["n/a"])
+    assert sorted(frame["method"]) == sorted(["NA", "null", "nan", "None", 'a,"b'])
+    assert list(frame["accuracy_percent_mean"]) == [100 / 3] * 5
+    assert frame["accuracy_percent_std"].isna().all() and "33.333333333333336,n/a," in text
     assert frame["vram_peak_bytes_mean"].dtype.kind in "if"
 
 
@@ -55,7 +55,7 @@ def test_latex_escapes_and_keeps_every_row_whole():
     plain = re.sub(r"\\[{}]", "", text)
     assert plain.count("{") == plain.count("}")
     assert text.isascii()
-    assert text.count(r"\caption{performance and efficiency. Device") == 1
+    assert text.count(r"\caption{Performance and efficiency. Device") == 1
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex")
@@ -80,16 +80,46 @@ def test_piped_output_is_never_cut():
     assert table.caption in lines
 
 
-def test_a_narrow_terminal_folds_and_cuts_nothing(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
-    monkeypatch.setenv("COLUMNS", "80")
+
+def shown_on_a_terminal(monkeypatch, table, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("TERM", "xterm")
     out = Terminal()
-    render_terminal(table2(Results((run(method="triaccel_" + "m" * 60),))), out)
-    assert out.getvalue().count("m") >= 60 and "…" not in out.getvalue()
+    render_terminal(table, out)
+    return re.sub(r"\x1b\[\d*m", "", out.getvalue())
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120, 160])
+def test_a_terminal_shows_every_word_and_figure_uncut_within_its_width(monkeypatch, columns):
+    table = table1(Results((*papers_table1().runs, *(run(method="tf32", seed=seed) for seed in range(3)))))
+    text = shown_on_a_terminal(monkeypatch, table, columns)
+    assert max(map(len, text.splitlines())) <= columns
+    words = set(text.replace(",", "").split())
+    for row in (table.header[2:], *table.rows):
+        assert set(" ".join(row).split()) <= words
+    for row in table.rows:
+        figures = set(row[3:]) - {row[table.header.index("Executed")]}
+        assert all(any(figure in line for line in text.splitlines()) for figure in figures)
+
+
+def test_a_long_name_is_folded_and_not_cut(monkeypatch):
+    text = shown_on_a_terminal(monkeypatch, table2(Results((run(method="triaccel_" + "m" * 60),))), 80)
+    assert text.count("m") >= 60 and "…" not in text
+
+
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", "77.50 +/- 0.71"), ("latin-1", "77.50 ± 0.71")])
+def test_a_terminal_without_utf_8_gets_plain_characters(encoding, shown):
+    raw = io.BytesIO()
+    out = io.TextIOWrapper(raw, encoding=encoding)
+    runs = (run(accuracy=77.0), run(accuracy=78.0, seed=1), run(method="é→"))
+    render_terminal(table1(Results(runs)), out)
+    out.flush()
+    text = raw.getvalue().decode(encoding)
+    assert shown in text and "\\u2192" in text
 
 
 def test_markup_in_a_label_is_printed_as_it_is():

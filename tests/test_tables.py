@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from measured import papers_table1, provenance, run, write
+from measured import epoch, papers_table1, provenance, run, write
 
 from triaccel_bench import paper
 from triaccel_bench.results import Results, read_results
@@ -20,9 +20,8 @@ def test_the_papers_numbers_give_the_papers_scores_with_the_misprint_flagged():
     assert scores == [round(row.score_computed, 2) for row in paper.TABLE1]
     printed = column(table, "Paper: Eff. Score")
     assert printed == [f"{row.score:.2f}" + (" †" if row.score == 12.25 else "") for row in paper.TABLE1]
-    assert table.footers == (
-        "† CIFAR-10 / ResNet-18 / AMP (Static): the paper prints 12.25, its own figures give 12.44",
-    )
+    assert table.footers[0] == "† CIFAR-10 / ResNet-18 / AMP (Static): the paper prints 12.25, its own figures give 12.44"
+    assert "†" not in "".join(table.footers[1:])
 
 
 def test_table_1_has_the_papers_layout_and_order():
@@ -32,15 +31,16 @@ def test_table_1_has_the_papers_layout_and_order():
         "CIFAR-10",
         "ResNet-18",
         "AMP (Static)",
-        "77.20 ± n/a",
-        "19.400 ± n/a",
-        "0.320 ± n/a",
-        "12.44 ± n/a",
-        "198.97 ± n/a",
-        "96.0 ± n/a",
+        "77.20",
+        "19.400",
+        "0.320",
+        "12.44",
+        "198.97",
+        "96",
+        "fp32:21",
         "1",
         "1 (1)",
-        "0.350 GB (fp32)",
+        "0.350",
         "77.2",
         "19.4",
         "0.32",
@@ -56,7 +56,7 @@ def test_table_2_of_the_papers_numbers_flags_the_papers_reductions():
     assert column(table, "Reduction") == ["-", "8.3 %", "11.4 %", "12.3 %", "-", "6.3 %", "10.3 %", "12.0 %"]
     printed = ["-", "8.3 %", "11.4 %", "12.3 %", "-", "6.0 % †", "10.0 % †", "13.3 % †"]
     assert column(table, "Paper: Reduction") == printed
-    assert [footer[:1] for footer in table.footers] == ["†"] * 3
+    assert [footer[:1] == "†" for footer in table.footers[:4]] == [True, True, True, False]
 
 
 def test_reduction_needs_a_baseline_of_the_same_settings():
@@ -64,9 +64,7 @@ def test_reduction_needs_a_baseline_of_the_same_settings():
     table = table2(Results(runs))
     assert column(table, "Configuration") == ["Standard Training", "+ Curvature", "+ Full Tri-Accel"]
     assert column(table, "Reduction") == ["-", "0.0 %", "n/a"]
-    assert [footer for footer in table.footers if "no reduction" in footer][0].startswith(
-        "CIFAR-10 / ResNet-18 / + Full"
-    )
+    assert "+ Full Tri-Accel: no reduction: the fp32 cell differs in epochs=1 (here 30)" in table.footers
 
 
 def test_scores_are_taken_per_seed_then_averaged():
@@ -80,24 +78,33 @@ def test_all_methods_stay_whatever_their_settings_or_name(tmp_path):
     runs += [run(method="triaccel", seed=seed, accuracy=77.0 + seed) for seed in (1, 2)]
     table = table1(read_results([write(tmp_path, *runs)]))
     assert dict(zip(column(table, "Method"), column(table, "Acc (%)"), strict=True)) == {
-        "FP32 Baseline": "77.00 ± n/a",
-        "AMP (Static)": "77.00 ± n/a",
+        "FP32 Baseline": "77.00",
+        "AMP (Static)": "77.00",
         "Tri-Accel": "78.00 ± 1.00",
-        "NA": "77.00 ± n/a",
+        "NA": "77.00",
     }
     assert column(table, "Seeds") == ["1", "1", "3", "1"]
 
 
 @pytest.mark.parametrize(
-    ("meter", "shown"), [("vram", "0.350 ± n/a"), ("tensors", "0.350 ± n/a GB tensor bytes (not VRAM)"), ("off", "n/a")]
+    ("meter", "header"), [("vram", "VRAM (GB)"), ("tensors", "Tensors (GB, not VRAM)"), ("off", None)]
 )
-def test_memory_says_which_meter_it_is(meter, shown):
+def test_memory_says_once_which_meter_it_is(meter, header):
     table = table1(Results((run(meter=meter),)))
-    assert column(table, "VRAM (GB)") == [shown]
-    assert (column(table, "Eff. Score") != ["n/a"]) == (meter == "vram")
+    named = [name for name in table.header if "Paper" not in name and ("VRAM" in name or "Memory" in name)]
+    assert named == ([header] if header else [])
+    assert header is None or column(table, header) == ["0.350"]
+    assert ("Eff. Score" in table.header) == (meter == "vram")
+    assert ("Budget (GB, tensors)" in table.header) == (meter == "tensors")
     frame = table.frame
     assert frame["vram_peak_bytes_mean"].isna().all() == (meter != "vram")
     assert frame["tensor_peak_bytes_mean"].isna().all() == (meter != "tensors")
+
+
+def test_a_table_of_two_meters_marks_the_rows_that_are_not_vram():
+    table = table1(Results((run(), run(method="amp", meter="tensors"))))
+    assert column(table, "Memory (GB)") == ["0.350", "0.350 ‡"]
+    assert "‡ bytes of live tensors, which are not VRAM" in table.footers
 
 
 def test_an_unmeasured_memory_is_never_zero():
@@ -142,13 +149,117 @@ def test_the_papers_figures_stand_only_beside_what_the_paper_ran(tree, architect
 
 
 def test_cells_of_one_label_are_rows_of_their_own_and_say_how_they_differ():
-    runs = (run(tree={"epochs": 1}, cell="a"), run(tree={"epochs": 30}, cell="b", provenance=provenance("Card B")))
-    table = table1(Results(runs))
-    assert column(table, "Method") == [
-        "FP32 Baseline (device_name=Card A, epochs=1)",
-        "FP32 Baseline (device_name=Card B, epochs=30)",
-    ]
-    assert table.caption.startswith("Device: Card A, Card B. Code: 0.1.0 (commit abc1234).")
+    longer = run(tree={"epochs": 30}, cell="b", provenance=provenance("Card B with a long name"))
+    table = table1(Results((run(tree={"epochs": 1}, cell="a"), longer)))
+    assert column(table, "Method") == ["FP32 Baseline (device=Card A, epochs=1)", "FP32 Baseline [1]"]
+    assert table.footers[0] == "[1] device=Card B with a long name, epochs=30"
+    assert table.caption.startswith("Device: Card A, Card B with a long name. Code: 0.1.0 (commit abc1234).")
+    short = table1(Results((run(tree={"epochs": 1}, cell="a"), run(tree={"epochs": 30}, cell="b"))))
+    assert column(short, "Method") == ["FP32 Baseline (epochs=1)", "FP32 Baseline (epochs=30)"]
+
+
+WHOLE = {"train_samples": 50_000, "evaluation_samples": 10_000}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "counts", "label"),
+    [
+        ({}, {}, "CIFAR-10"),
+        ({"path": "/data/cifar10.npz", "train_size": None, "test_size": None}, WHOLE, "CIFAR-10"),
+        ({"path": "/data/mine.npz"}, {"train_samples": 200, "evaluation_samples": 40}, "CIFAR-10 format: mine.npz (200/40)"),
+        ({"path": "/data/mine/", "num_classes": 7}, WHOLE, "CIFAR-10 format: mine (50000/10000, 7 classes)"),
+        ({"path": "/data/mine", "train_size": None}, {}, "CIFAR-10 format: mine (n/a/10000)"),
+        ({"evaluate_on": "validation"}, {"train_samples": 45_000, "evaluation_samples": 5000},
+         "CIFAR-10 (45000/5000, validation)"),
+    ],
+)  # fmt: skip
+def test_own_data_is_not_shown_as_the_papers(dataset, counts, label):
+    table = table1(Results((run(tree={"dataset": dataset}, **counts),)))
+    assert column(table, "Dataset") == [label]
+    assert ("Paper: Acc (%)" in table.header) == (label == "CIFAR-10")
+
+
+def test_own_data_and_the_papers_are_no_variants_of_each_other():
+    own = {"path": "/data/mine.npz", "train_size": 200, "test_size": 40}
+    runs = [run(method=m, cell=f"{m}{bool(d)}", tree={"dataset": d}) for d in ({}, own) for m in ("amp", "fp32")]
+    table = table1(Results(tuple(runs)))
+    assert column(table, "Dataset") == ["CIFAR-10"] * 2 + ["CIFAR-10 format: mine.npz (200/40)"] * 2
+    assert column(table, "Method") == ["FP32 Baseline", "AMP (Static)"] * 2
+
+
+def test_the_executed_precision_is_shown_and_why_it_is_not_the_one_asked_for():
+    ran = {"layers_requested": {"fp16": 21}, "layers_executed": {"fp32": 21}}
+    table = table1(Results((run(), run(method="amp", tree={"device": "cpu"}, epochs=[epoch(**ran)]))))
+    assert column(table, "Executed") == ["fp32:21", "fp32:21"]
+    (footer,) = [footer for footer in table.footers if "asked for" in footer]
+    assert footer.startswith("AMP (Static) asked for fp16:21, executed fp32:21: a CPU executes FP32")
+    assert table.frame["layers_requested"].tolist() == ["fp32:21", "fp16:21"]
+
+
+def test_executed_layers_of_several_seeds_are_a_range():
+    mixes = ({"fp16": 14, "bf16": 4, "fp32": 3}, {"fp16": 12, "bf16": 6, "fp32": 3})
+    seeds = [run(seed=s, epochs=[epoch(layers_requested=m, layers_executed=m)]) for s, m in enumerate(mixes)]
+    assert column(table1(Results(tuple(seeds))), "Executed") == ["fp16:12-14 bf16:4-6 fp32:3"]
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "idle"),
+    [
+        ("triaccel", {}, True),
+        ("fp32", {}, False),
+        ("triaccel", {"plan_changes": 1}, False),
+        ("triaccel", {"rate_scale_min": 0.9}, False),
+        ("triaccel", {"batch_max": 128}, False),
+        ("triaccel", {"batch_min": 64, "batch_max": 64}, False),
+    ],
+)
+def test_a_controller_that_never_moved_anything_is_named(method, change, idle):
+    table = table1(Results((run(method=method, epochs=[epoch(**change)], steps=10),)))
+    said = "Tri-Accel: no control decision took effect in this run (10 steps, a control step every 100, a probe every 200)."
+    assert (said in table.footers) == idle
+
+
+def test_the_batch_is_b_itself_where_it_did_not_move():
+    fixed = epoch(batch_mean=95.8)
+    moved = [epoch(batch_mean=80.0, batch_min=64, batch_max=96), fixed]
+    table = table1(Results((run(epochs=[fixed]), run(method="triaccel", epochs=moved))))
+    assert column(table, "Batch") == ["96", "88.0 (64-96)"]
+    assert table.frame["batch_samples_min"].tolist() == [96, 64]
+
+
+@pytest.mark.parametrize(
+    ("source", "count", "shown", "footer"),
+    [
+        ("fp32: 1 FP32 step at B=96", 350_000_000, "0.350", "Budget: memory.budget=fp32, 1 FP32 step at B=96."),
+        ("set", 420_000, "0.420 MB", "Budget: set by memory.budget."),
+    ],
+)
+def test_where_the_budget_comes_from_stands_below(source, count, shown, footer):
+    table = table1(Results((run(budget_bytes=count, budget_source=source),)))
+    assert column(table, "Budget (GB)") == [shown]
+    assert footer in table.footers
+
+
+def test_one_seed_says_that_it_has_no_spread():
+    assert "One seed: no standard deviation (n/a)." in table1(Results((run(),))).footers
+    two = tuple(run(method="amp", seed=seed) for seed in (0, 1))
+    assert not any("One seed" in footer for footer in table1(Results(two)).footers)
+    assert "One seed: no standard deviation (n/a) for FP32 Baseline." in table1(Results((run(), *two))).footers
+
+
+@pytest.mark.parametrize(("device", "shared"), [("cpu", True), ("cuda", False)])
+def test_the_caption_says_what_else_moves_times(device, shared):
+    where = provenance().model_copy(update={"device": device})
+    caption = table1(Results((run(provenance=where),))).caption
+    assert ("a machine that others may use" in caption) == shared
+    assert "two runs of one seed" not in caption
+    assert "two runs of one seed" in table1(Results((run(method="triaccel"),))).caption
+
+
+def test_a_column_without_a_figure_in_any_row_is_left_to_the_csv():
+    table = table1(Results((run(provenance=None, budget_bytes=None),)))
+    assert not {"Score (device %)", "Budget (GB)"} & set(table.header)
+    assert {"score_percent_mean", "budget_bytes_mean"} <= set(table.frame.columns)
 
 
 def test_table_2_without_an_ablation_keeps_its_columns():

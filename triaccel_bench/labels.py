@@ -5,6 +5,8 @@ The paper's names where it has one; a name without a label stands as it is.
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from typing import Any
 
 from triaccel_bench import paper
@@ -27,8 +29,40 @@ METHODS = {"fp32": "FP32", "tf32": "TF32", "amp": "AMP"} | CONFIGURATIONS | pape
 """Table 1's rows, in its order: baselines, then Tri-Accel and its parts."""
 
 
-def dataset_label(name: str) -> str:
-    return DATASETS.get(name, name)
+WHOLE = {
+    "cifar10": (10, 32, 50_000, 10_000),
+    "cifar100": (100, 32, 50_000, 10_000),
+    "digits": (10, 32, 1437, 360),
+    "synthetic": (10, 32, 512, 128),
+}
+"""Classes, pixels a side, training and test images of each data set as it is shipped."""
+
+DTYPES = ("fp16", "bf16", "fp32")
+
+
+def is_whole(name: str, dataset: dict[str, Any], samples: tuple[int | None, int | None]) -> bool:
+    """Whether this is the named set itself, wherever it lies, and no other data in its format.
+
+    ``dataset`` is that section of a record's settings, ``samples`` the training and evaluation images.
+    """
+    return (dataset["num_classes"], dataset["image_size"], *samples) == WHOLE.get(name)
+
+
+def dataset_label(name: str, dataset: dict[str, Any], samples: tuple[int | None, int | None]) -> str:
+    """The data set, with its size and the user's file where it is not the named set itself; see ``is_whole``."""
+    label = DATASETS.get(name, name)
+    if name not in WHOLE or is_whole(name, dataset, samples):
+        return label
+    classes, side, *_ = WHOLE[name]
+    details = ["/".join("n/a" if count is None else str(count) for count in samples)]
+    if dataset["num_classes"] != classes:
+        details.append(f"{dataset['num_classes']} classes")
+    if dataset["image_size"] != side:
+        details.append(f"{dataset['image_size']}×{dataset['image_size']}")
+    if dataset["evaluate_on"] != "test":
+        details.append(dataset["evaluate_on"])
+    source = f" format: {os.path.basename(os.path.normpath(dataset['path']))}" if dataset["path"] else ""
+    return f"{label}{source} ({', '.join(details)})"
 
 
 def model_label(name: str, settings: dict[str, Any]) -> str:
@@ -47,6 +81,14 @@ def method_label(name: str) -> str:
 
 def configuration_label(name: str) -> str:
     return CONFIGURATIONS.get(name, method_label(name))
+
+
+def layer_mix(mixes: Iterable[dict[str, int]]) -> str:
+    """Layers by dtype, narrowest first, such as "fp16:12-14 bf16:4": a range where seeds differ, empty for none."""
+    mixes = list(mixes)
+    counts = {dtype: [mix.get(dtype, 0) for mix in mixes] for dtype in DTYPES}
+    spans = {dtype: (min(values), max(values)) for dtype, values in counts.items() if any(values)}
+    return " ".join(f"{d}:{low}" if low == high else f"{d}:{low}-{high}" for d, (low, high) in spans.items())
 
 
 def order(dataset: str, model: str, method: str) -> tuple[tuple[int, str], ...]:

@@ -1,27 +1,20 @@
-"""From run records to per-seed figures, and from those to one cell's mean and spread.
+"""From run records to per-seed figures, and from those to mean and spread.
 
-What was not measured stays ``None``; what did not finish is kept out of every mean and named.
+What was not measured stays ``None``; what did not finish has no place in a mean.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from triaccel_bench.paper import BYTES_PER_GB
 from triaccel_bench.records import EpochRecord, Meter, RunRecord
 
 LAST_EPOCHS = 5
 """Epochs at the end of a run that its time is the mean of (section 4.2)."""
-
-_BESIDE_THE_POINT = ("seeds", "progress", "results.", "dataset.root", "dataset.download", "dataset.mirrors")
-"""Settings that cannot change a result."""
-
-_OF_THE_METHOD = ("method.", "memory.budget", "memory.calibration_steps")
 
 
 @dataclass(frozen=True)
@@ -52,43 +45,17 @@ class RunSummary:
     score: float | None
     score_percent: float | None
     batch_mean: float | None
-    """Effective batch that an average sample was trained in."""
+    """Effective batch that an average sample was trained in; B itself where it did not move."""
+    batch_min: int | None
+    batch_max: int | None
+    layers_requested: dict[str, int]
+    """Layers by dtype in the last epoch, as the method asked for and as the device executed."""
+    layers_executed: dict[str, int]
+    moved: bool
+    """Whether any control decision took effect: another batch, plan or rate than at the start."""
     steps_skipped: int
     epochs: int
     budget_bytes: int | None
-
-
-@dataclass(frozen=True)
-class Cell:
-    """All seeds of one configuration on one device. Only finished seeds are in ``summaries``."""
-
-    cell: str
-    dataset: str
-    model: str
-    method: str
-    device_name: str | None
-    settings: dict[str, Any]
-    runs: tuple[RunRecord, ...]
-    summaries: tuple[RunSummary, ...]
-    excluded: tuple[str, ...]
-    """One phrase per seed that is in no mean: its number and why."""
-    variant: str = ""
-    """What sets this cell apart from others of the same label; empty where nothing does."""
-
-    @property
-    def seeds_expected(self) -> int:
-        return len(self.summaries) + len(self.excluded)
-
-    @property
-    def meter(self) -> Meter:
-        """The meter of the cell's memory figures; "off" where no seed has any."""
-        return next((summary.meter for summary in self.summaries if summary.meter != "off"), "off")
-
-    def mean(self, quantity: str) -> Mean | None:
-        """Mean of a ``RunSummary`` field over the finished seeds that measured it."""
-        one_meter = quantity == "memory_peak_bytes"
-        chosen = (summary for summary in self.summaries if not one_meter or summary.meter == self.meter)
-        return mean_std(getattr(summary, quantity) for summary in chosen)
 
 
 def mean_std(values: Iterable[float | None]) -> Mean | None:
@@ -146,7 +113,12 @@ def summarise(run: RunRecord) -> RunSummary:
         score_percent=score_percent(
             accuracy, seconds, vram, run.provenance.device_total_bytes if run.provenance else None
         ),
-        batch_mean=sum(e.samples_seen * e.batch_mean for e in run.epochs) / samples if samples else None,
+        batch_mean=sum(e.samples_seen * _batch(e) for e in run.epochs) / samples if samples else None,
+        batch_min=min((epoch.batch_min for epoch in run.epochs), default=None),
+        batch_max=max((epoch.batch_max for epoch in run.epochs), default=None),
+        layers_requested=run.epochs[-1].layers_requested if run.epochs else {},
+        layers_executed=run.epochs[-1].layers_executed if run.epochs else {},
+        moved=any(_moved(epoch, run.settings["method"]["batch"]["initial"]) for epoch in run.epochs),
         steps_skipped=run.steps_skipped,
         epochs=len(run.epochs),
         budget_bytes=run.budget_bytes,
@@ -160,6 +132,16 @@ def _peak_bytes(epochs: list[EpochRecord]) -> int | None:
     return max(max(epoch.memory_peak_bytes, epoch.probe_peak_bytes or 0) for epoch in epochs)
 
 
+def _batch(epoch: EpochRecord) -> float:
+    # The epoch's remainder lowers samples over steps, and says nothing of the method's choice.
+    return epoch.batch_max if epoch.batch_min == epoch.batch_max else epoch.batch_mean
+
+
+def _moved(epoch: EpochRecord, initial: int) -> bool:
+    batch_moved = not epoch.batch_min == epoch.batch_max == initial
+    return batch_moved or epoch.plan_changes > 0 or epoch.rate_scale_min != 1.0
+
+
 def why_excluded(run: RunRecord) -> str | None:
     """Why a run stands in no mean; None for a finished one."""
     if run.status != "done":
@@ -167,91 +149,3 @@ def why_excluded(run: RunRecord) -> str | None:
     if not run.epochs or len(run.epochs) < run.epochs_planned:
         return f"says done after {len(run.epochs)} of {run.epochs_planned} epochs"
     return None
-
-
-def cells(runs: Iterable[RunRecord]) -> list[Cell]:
-    """Group runs by cell hash and device, in the order of label, hash and device.
-
-    Seeds that a cell's settings ask for and no record holds are excluded as missing. Cells of the
-    same label get a ``variant`` that names the settings in which they differ.
-    """
-    by_hash: dict[str, list[RunRecord]] = {}
-    for run in runs:
-        by_hash.setdefault(run.cell, []).append(run)
-    found = [cell for members in by_hash.values() for cell in _cells_of_one_hash(members)]
-    found.sort(key=lambda cell: (*_label(cell), cell.cell, cell.device_name or ""))
-    by_label: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in found:
-        by_label.setdefault(_label(cell), []).append(cell)
-    return [cell for alike in by_label.values() for cell in _told_apart(alike)]
-
-
-def _label(cell: Cell) -> tuple[str, ...]:
-    return cell.dataset, cell.model, cell.method
-
-
-def _cells_of_one_hash(members: list[RunRecord]) -> Iterator[Cell]:
-    devices = sorted({run.provenance.device_name for run in members if run.provenance}) or [None]
-    asked = {seed for run in members for seed in run.settings.get("seeds", ())}
-    missing = sorted(asked - {run.seed for run in members})
-    for device in devices:
-        # A run that failed before it reached a device is listed with the first one, as missing seeds are.
-        here = [run for run in members if (run.provenance.device_name if run.provenance else devices[0]) == device]
-        here.sort(key=lambda run: run.seed)
-        excluded = [f"seed {run.seed} {reason}" for run in here if (reason := why_excluded(run))]
-        if device == devices[0]:
-            excluded += [f"seed {seed} missing: asked for, no record" for seed in missing]
-        first = here[0]
-        yield Cell(
-            cell=first.cell,
-            dataset=first.dataset,
-            model=first.model,
-            method=first.method,
-            device_name=device,
-            settings=first.settings,
-            runs=tuple(here),
-            summaries=tuple(summarise(run) for run in here if why_excluded(run) is None),
-            excluded=tuple(excluded),
-        )
-
-
-def _told_apart(alike: list[Cell]) -> Iterator[Cell]:
-    if len(alike) == 1:
-        yield from alike
-        return
-    flat = [dict(_identifying(cell)) for cell in alike]
-    keys = sorted({key for settings in flat for key in settings})
-    differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
-    variants = [", ".join(f"{key}={settings.get(key)}" for key in differing) for settings in flat]
-    for cell, variant in zip(alike, variants, strict=True):
-        if variants.count(variant) > 1:
-            variant = f"{variant}, cell={cell.cell}".removeprefix(", ")
-        yield replace(cell, variant=variant)
-
-
-def baseline(cell: Cell, found: Iterable[Cell]) -> Cell | None:
-    """The one fp32 cell, with memory of the same meter, that differs from ``cell`` in its method and budget alone."""
-
-    def shared(one: Cell) -> dict[str, str]:
-        read = {key: value for key, value in _identifying(one) if not key.startswith(_OF_THE_METHOD)}
-        return read | {"initial": one.settings["method"]["batch"]["initial"], "meter": one.meter}
-
-    candidates = [other for other in found if _label(other) == (cell.dataset, cell.model, "fp32")]
-    alike = [other for other in candidates if other.mean("memory_peak_bytes") and shared(other) == shared(cell)]
-    return alike[0] if len(alike) == 1 else None
-
-
-def _identifying(cell: Cell) -> Iterator[tuple[str, str]]:
-    for key, value in _flat(cell.settings):
-        if not key.startswith(_BESIDE_THE_POINT):
-            yield key, value if isinstance(value, str) else json.dumps(value)
-    yield "device_name", str(cell.device_name)
-    yield "results_version", str(cell.runs[0].results_version)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -11,59 +11,59 @@ from typing import Any
 
 import pandas
 
-from triaccel_bench import paper
-from triaccel_bench.labels import configuration_label, dataset_label, method_label, model_label, order
+from triaccel_bench import footers, paper
+from triaccel_bench.cells import Cell, baseline, why_no_baseline
+from triaccel_bench.footers import NOT_MEASURED
+from triaccel_bench.labels import configuration_label, is_whole, method_label
 from triaccel_bench.layout import Table, render_terminal, to_csv, to_latex, to_markdown
 from triaccel_bench.paper import BYTES_PER_GB
-from triaccel_bench.records import Provenance
 from triaccel_bench.results import Results, read_results
-from triaccel_bench.stats import Cell, Mean, baseline, cells
+from triaccel_bench.sheet import Sheet
+from triaccel_bench.stats import Mean
 
 __all__ = [
     "Results", "Table", "audit_table", "read_results", "render_terminal", "table1", "table2",
     "to_csv", "to_latex", "to_markdown",
 ]  # fmt: skip
 
-NOT_MEASURED = "n/a"
+LABELS1 = ("Dataset", "Architecture", "Method")
+LABELS2 = ("Dataset", "Architecture", "Configuration")
+LABELS = len(LABELS1)
 
-HEADER1 = (
-    "Dataset", "Architecture", "Method", "Acc (%)", "Time (s)", "VRAM (GB)", "Eff. Score", "Score (device %)",
-    "Batch", "Seeds", "Epochs (timed)", "Budget",
-    "Paper: Acc (%)", "Paper: Time (s)", "Paper: VRAM (GB)", "Paper: Eff. Score",
-)  # fmt: skip
-HEADER2 = (
-    "Dataset", "Architecture", "Configuration", "VRAM (GB)", "Reduction", "Seeds",
-    "Paper: VRAM (GB)", "Paper: Reduction",
-)  # fmt: skip
+EXECUTED = "Executed"
 
+TENSORS_NOTE = "‡ bytes of live tensors, which are not VRAM"
 
-TABLE1_TEXT = (
-    "Time: training seconds an epoch, mean of as many last epochs as stand in brackets. "
+TIME_TEXT = "Time: training seconds an epoch, mean of as many last epochs as stand in brackets."
+SCORE_TEXT = (
     "Eff. Score = Acc (%) / (Time × VRAM in GB), as the paper's column; "
     "Score (device %) = 100 × Acc (%) / (Time × VRAM in % of the device), as its section 4.2."
 )
-TABLE2_TEXT = "Reduction = 1 - mean / mean of FP32 on the same device with the same settings."
+NO_SCORE_TEXT = "No scores: they need VRAM."
+BATCH_TEXT = "Batch: samples a step, mean (smallest-largest) where it moved. Executed: layers by dtype at the end."
+REDUCTION_TEXT = "Reduction = 1 - mean / mean of FP32 on the same device with the same settings."
 
 
 @dataclass(frozen=True)
 class _Row:
     cell: Cell
-    shown: tuple[str, ...]
+    shown: dict[str, str]
     data: dict[str, Any]
     notes: list[str]
 
 
 def table1(results: Results) -> Table:
     """Table 1: accuracy, time, memory and score of every cell. Scores are taken per seed, then averaged."""
-    rows = [_row1(cell) for cell in _ordered(cells(results.runs))]
-    return _table("Table 1: performance and efficiency", TABLE1_TEXT, HEADER1, 4, rows, results)
+    sheet = Sheet(results, method_label)
+    scores = SCORE_TEXT if any(cell.mean("score") for cell in sheet.cells) else NO_SCORE_TEXT
+    text = [TIME_TEXT, footers.timing_text(sheet.cells), scores, BATCH_TEXT]
+    return _table("Table 1: performance and efficiency", text, sheet, _row1)
 
 
 def table2(results: Results) -> Table:
     """Table 2: memory of each Tri-Accel switch against FP32 on the same data, model, device and other settings."""
-    found = _ordered(cells(results.runs))
-    rows = [_row2(cell, baseline(cell, found)) for cell in found]
-    return _table("Table 2: ablation of memory", TABLE2_TEXT, HEADER2, 2, rows, results, _belongs_to_the_ablation)
+    sheet = Sheet(results, configuration_label, _belongs_to_the_ablation)
+    return _table("Table 2: ablation of memory", [REDUCTION_TEXT], sheet, _row2)
 
 
 def _belongs_to_the_ablation(cell: Cell) -> bool:
@@ -86,146 +86,152 @@ def audit_table() -> Table:
     )
 
 
-def _row1(cell: Cell) -> _Row:
+def _row1(cell: Cell, sheet: Sheet) -> _Row:
     printed = paper.printed(cell.dataset, cell.model, cell.method) if _as_in_the_paper(cell) else None
     misprinted = printed is not None and not printed.score_agrees
     epochs = cell.runs[0].epochs_planned
     timed = max((summary.seconds_epochs for summary in cell.summaries), default=None)
     budget = cell.mean("budget_bytes")
-    source = next((run.budget_source for run in cell.runs if run.budget_source), None)
-    names = _names(cell, method_label(cell.method))
-    shown = (
-        *names,
-        _shown(cell, cell.mean("accuracy_percent"), 2),
-        _shown(cell, cell.mean("seconds"), 3),
-        _memory_shown(cell),
-        _shown(cell, cell.mean("score"), 2),
-        _shown(cell, cell.mean("score_percent"), 2),
-        _shown(cell, cell.mean("batch_mean"), 1),
-        _seeds_shown(cell),
-        f"{epochs} ({NOT_MEASURED if timed is None else timed})",
-        f"{budget.mean / BYTES_PER_GB:.3f} GB ({source})" if budget else NOT_MEASURED,
-        f"{printed.accuracy_percent:.1f}" if printed else "",
-        f"{printed.seconds:.1f}" if printed else "",
-        f"{printed.memory_gb:.2f}" if printed else "",
-        f"{printed.score:.2f}{' †' if misprinted else ''}" if printed else "",
-    )
+    shown = dict(zip(LABELS1, sheet.names(cell), strict=True)) | {
+        "Acc (%)": _shown(cell, cell.mean("accuracy_percent"), 2),
+        "Time (s)": _shown(cell, cell.mean("seconds"), 3),
+        sheet.memory_header: _memory_shown(cell, sheet),
+        "Eff. Score": _shown(cell, cell.mean("score"), 2),
+        "Score (device %)": _shown(cell, cell.mean("score_percent"), 2),
+        "Batch": _batch_shown(cell),
+        EXECUTED: footers.executed_layers(cell) or NOT_MEASURED,
+        "Seeds": _seeds_shown(cell),
+        "Epochs (timed)": f"{epochs} ({NOT_MEASURED if timed is None else timed})",
+        sheet.budget_header: _budget_shown(budget),
+        "Paper: Acc (%)": f"{printed.accuracy_percent:.1f}" if printed else "",
+        "Paper: Time (s)": f"{printed.seconds:.1f}" if printed else "",
+        "Paper: VRAM (GB)": f"{printed.memory_gb:.2f}" if printed else "",
+        "Paper: Eff. Score": f"{printed.score:.2f}{' †' if misprinted else ''}" if printed else "",
+    }
     data = _identity_data(cell) | _spread("accuracy_percent", cell.mean("accuracy_percent"))
     data |= _spread("train_seconds_per_epoch", cell.mean("seconds")) | {"epochs": epochs, "timed_epochs": timed}
     data |= _memory_data(cell)
     for name, quantity in (("score", "score"), ("score_percent", "score_percent"), ("batch_samples", "batch_mean")):
         data |= _spread(name, cell.mean(quantity))
+    data |= dict(zip(("batch_samples_min", "batch_samples_max"), _batch_range(cell), strict=True))
+    data |= {"layers_requested": footers.requested_layers(cell), "layers_executed": footers.executed_layers(cell)}
     data |= _spread("skipped_steps", cell.mean("steps_skipped")) | _spread("budget_bytes", budget)
-    data |= {"budget_source": source}
+    data |= {"budget_source": footers.budget_source(cell)}
     for column in ("accuracy_percent", "seconds", "memory_gb", "score", "score_computed"):
         data[f"paper_{column}"] = getattr(printed, column) if printed else None
-    notes = _left_out(cell, names)
+    notes = []
     if misprinted:
-        notes.append(_misprint(names, f"{printed.score:.2f}", f"{printed.score_computed:.2f}"))
+        notes.append(_misprint(sheet.name(cell), f"{printed.score:.2f}", f"{printed.score_computed:.2f}"))
     return _Row(cell, shown, data, notes)
 
 
-def _row2(cell: Cell, fp32: Cell | None) -> _Row:
+def _row2(cell: Cell, sheet: Sheet) -> _Row:
     printed = paper.printed_ablation(cell.dataset, cell.model, cell.method) if _as_in_the_paper(cell) else None
     misprinted = printed is not None and not printed.reduction_agrees
+    fp32 = baseline(cell, sheet.cells)
     memory = cell.mean("memory_peak_bytes")
     reduction = None
     if memory and fp32 and cell.method != "fp32":
         reduction = 100 * (1 - memory.mean / fp32.mean("memory_peak_bytes").mean)
-    names = _names(cell, configuration_label(cell.method))
-    shown = (
-        *names,
-        _memory_shown(cell),
-        "-" if cell.method == "fp32" else NOT_MEASURED if reduction is None else f"{reduction:.1f} %",
-        _seeds_shown(cell),
-        f"{printed.memory_gb:.3f}" if printed else "",
-        "" if printed is None else _printed_reduction(printed.reduction_percent) + (" †" if misprinted else ""),
-    )
+    shown = dict(zip(LABELS2, sheet.names(cell), strict=True)) | {
+        sheet.memory_header: _memory_shown(cell, sheet),
+        "Reduction": "-" if cell.method == "fp32" else NOT_MEASURED if reduction is None else f"{reduction:.1f} %",
+        EXECUTED: footers.executed_layers(cell) or NOT_MEASURED,
+        "Seeds": _seeds_shown(cell),
+        "Paper: VRAM (GB)": f"{printed.memory_gb:.3f}" if printed else "",
+        "Paper: Reduction": (
+            _printed_reduction(printed.reduction_percent) + (" †" if misprinted else "") if printed else ""
+        ),
+    }
     data = _identity_data(cell) | _memory_data(cell)
     data |= {"reduction_percent": reduction, "baseline_cell": fp32.cell if fp32 else None}
     for column in ("memory_gb", "reduction_percent", "reduction_computed_percent"):
         data[f"paper_{column}"] = getattr(printed, column) if printed else None
-    notes = _left_out(cell, names)
+    notes = []
     if memory and cell.method != "fp32" and not fp32:
-        notes.append(f"{' / '.join(names)}: no reduction without exactly one finished fp32 cell of the same settings")
+        notes.append(f"{sheet.name(cell)}: no reduction: {why_no_baseline(cell, sheet.cells)}")
     if misprinted:
         computed = f"{printed.reduction_computed_percent:.1f} %"
-        notes.append(_misprint(names, _printed_reduction(printed.reduction_percent), computed))
+        notes.append(_misprint(sheet.name(cell), _printed_reduction(printed.reduction_percent), computed))
     return _Row(cell, shown, data, notes)
 
 
-def _table(
-    title: str,
-    text: str,
-    header: tuple[str, ...],
-    paper_columns: int,
-    rows: list[_Row],
-    results: Results,
-    belongs: Callable[[Cell], bool] = lambda cell: True,
-) -> Table:
-    kept = [row for row in rows if belongs(row.cell)]
-    # Where the paper prints nothing for any row, its empty columns would only cost width.
-    width = len(header) if any(any(row.shown[-paper_columns:]) for row in kept) else len(header) - paper_columns
-    notes = [note for row in kept for note in row.notes] + [f"Not used: {problem}" for problem in results.problems]
-    # Made from every row, then cut, so that a table without rows keeps its columns.
-    frame = pandas.DataFrame([row.data for row in rows], dtype=object).loc[[belongs(row.cell) for row in rows]]
+def _table(title: str, text: list[str], sheet: Sheet, make_row: Callable[[Cell, Sheet], _Row]) -> Table:
+    # Made from every cell, then cut, so that a table without rows keeps its columns.
+    every = [make_row(cell, sheet) for cell in sheet.found]
+    belongs = [row.cell in sheet.cells for row in every]
+    rows = [row for row, kept in zip(every, belongs, strict=True) if kept]
+    columns = [*every[0].shown] if every else [*LABELS1]
+    # Where no row has a figure, the column would only cost width; the CSV keeps it.
+    told = [name for name in columns[LABELS:] if any(row.shown[name] not in ("", NOT_MEASURED) for row in rows)]
+    header = (*columns[:LABELS], *told)
+    found = sheet.cells
+    notes = [
+        *sheet.variant_notes,
+        *(note for row in rows for note in row.notes),
+        *footers.left_out(found, sheet.name),
+        *footers.executions(found, sheet.name),
+        *footers.idle_controllers(found, sheet.name),
+        *(footers.budgets(found, sheet.name) if sheet.budget_header in header else ()),
+        *([TENSORS_NOTE] if sheet.meters_differ else ()),
+        *footers.spread(found, sheet.name),
+        *(f"Not used: {problem}" for problem in sheet.problems),
+    ]
     return Table(
         title=title,
-        caption=f"{_caption([row.cell for row in kept])} {text}",
-        header=header[:width],
-        rows=tuple(row.shown[:width] for row in kept),
+        caption=" ".join(part for part in (footers.provenance_text(found), *text) if part),
+        header=header,
+        rows=tuple(tuple(row.shown[column] for column in header) for row in rows),
         footers=tuple(notes),
-        frame=frame,
-        text_columns=3,
+        frame=pandas.DataFrame([row.data for row in every], dtype=object).loc[belongs],
+        text_columns=LABELS,
+        group_columns=2,
+        folding=frozenset({EXECUTED}),
     )
-
-
-def _caption(found: list[Cell]) -> str:
-    provenances = [run.provenance for cell in found for run in cell.runs if run.provenance]
-    devices = sorted({provenance.device_name for provenance in provenances})
-    versions = sorted({_version(provenance) for provenance in provenances})
-    return (
-        f"Device: {', '.join(devices) or 'unknown'}. Code: {', '.join(versions) or 'unknown'}. "
-        "Mean ± sample standard deviation (n - 1) over seeds. GB = 1e9 bytes."
-    )
-
-
-def _version(provenance: Provenance) -> str:
-    commit = f"commit {provenance.git_commit}" if provenance.git_commit else "no commit"
-    return f"{provenance.code_version} ({commit}{', modified' if provenance.git_dirty else ''})"
-
-
-def _ordered(found: list[Cell]) -> list[Cell]:
-    """The paper's order of labels; cells of one label keep theirs."""
-    return sorted(found, key=lambda cell: order(cell.dataset, cell.model, cell.method))
-
-
-def _names(cell: Cell, method: str) -> tuple[str, str, str]:
-    variant = f" ({cell.variant})" if cell.variant else ""
-    return dataset_label(cell.dataset), model_label(cell.model, cell.settings), method + variant
 
 
 def _as_in_the_paper(cell: Cell) -> bool:
-    """Torchvision's models at 32x32 from scratch, which the paper's VRAM fits, on the test set."""
-    model, dataset = cell.settings.get("model", {}), cell.settings.get("dataset", {})
-    shape = (model.get("stem"), model.get("input_size"), model.get("weights"))
-    return shape == ("imagenet", 32, "none") and dataset.get("evaluate_on") == "test"
+    """The set itself, its test images, and torchvision's models at 32x32 from scratch, which the paper's VRAM fits."""
+    model, dataset = cell.settings["model"], cell.settings["dataset"]
+    shape = (model["stem"], model["input_size"], model["weights"])
+    whole = is_whole(cell.dataset, dataset, cell.samples)
+    return whole and shape == ("imagenet", 32, "none") and dataset["evaluate_on"] == "test"
 
 
 def _shown(cell: Cell, value: Mean | None, decimals: int) -> str:
     if value is None:
         return NOT_MEASURED
-    spread = NOT_MEASURED if value.std is None else f"{value.std:.{decimals}f}"
     fewer = f" (n={value.n})" if value.n != len(cell.summaries) else ""
+    if value.std is None and cell.seeds_expected == 1:
+        return f"{value.mean:.{decimals}f}"
+    spread = NOT_MEASURED if value.std is None else f"{value.std:.{decimals}f}"
     return f"{value.mean:.{decimals}f} ± {spread}{fewer}"
 
 
-def _memory_shown(cell: Cell) -> str:
+def _memory_shown(cell: Cell, sheet: Sheet) -> str:
     memory = cell.mean("memory_peak_bytes")
     if memory is None:
         return NOT_MEASURED
-    shown = _shown(cell, memory.scaled(1 / BYTES_PER_GB), 3)
-    return shown if cell.meter == "vram" else f"{shown} GB tensor bytes (not VRAM)"
+    mark = " ‡" if sheet.meters_differ and cell.meter == "tensors" else ""
+    return _shown(cell, memory.scaled(1 / BYTES_PER_GB), 3) + mark
+
+
+def _budget_shown(budget: Mean | None) -> str:
+    if budget is None:
+        return NOT_MEASURED
+    return f"{budget.mean / 1e6:.3f} MB" if budget.mean < 1e6 else f"{budget.mean / BYTES_PER_GB:.3f}"
+
+
+def _batch_range(cell: Cell) -> tuple[int | None, int | None]:
+    smallest = min((summary.batch_min for summary in cell.summaries), default=None)
+    return smallest, max((summary.batch_max for summary in cell.summaries), default=None)
+
+
+def _batch_shown(cell: Cell) -> str:
+    smallest, largest = _batch_range(cell)
+    if smallest is None:
+        return NOT_MEASURED
+    return str(smallest) if smallest == largest else f"{_shown(cell, cell.mean('batch_mean'), 1)} ({smallest}-{largest})"
 
 
 def _seeds_shown(cell: Cell) -> str:
@@ -237,12 +243,8 @@ def _printed_reduction(percent: float | None) -> str:
     return "-" if percent is None else f"{percent:.1f} %"
 
 
-def _left_out(cell: Cell, names: tuple[str, ...]) -> list[str]:
-    return [f"{' / '.join(names)}: not in the mean: {phrase}" for phrase in cell.excluded]
-
-
-def _misprint(names: tuple[str, ...], printed: str, computed: str) -> str:
-    return f"† {' / '.join(names)}: the paper prints {printed}, its own figures give {computed}"
+def _misprint(name: str, printed: str, computed: str) -> str:
+    return f"† {name}: the paper prints {printed}, its own figures give {computed}"
 
 
 def _identity_data(cell: Cell) -> dict[str, Any]:

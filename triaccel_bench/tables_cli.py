@@ -40,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):
+        # rich answers a closed pipe with SystemExit.
         _silence_output()
         return DONE
     except OSError as error:

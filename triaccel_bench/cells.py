@@ -1,0 +1,185 @@
+"""Runs grouped into cells: seeds of one configuration on one device, and how cells differ from one another.
+
+What did not finish is kept out of every mean and named.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from triaccel_bench.records import Meter, RunRecord
+from triaccel_bench.settings import identifying_settings
+from triaccel_bench.stats import Mean, RunSummary, mean_std, summarise, why_excluded
+
+_OF_THE_METHOD = ("method.", "memory.budget", "memory.calibration_steps")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """All seeds of one configuration on one device. Only finished seeds are in ``summaries``."""
+
+    cell: str
+    dataset: str
+    model: str
+    method: str
+    device_name: str | None
+    settings: dict[str, Any]
+    runs: tuple[RunRecord, ...]
+    summaries: tuple[RunSummary, ...]
+    excluded: tuple[str, ...]
+    """One phrase per seed that is in no mean: its number and why."""
+    variant: str = ""
+    """What sets this cell apart from others of the same label; empty where nothing does."""
+
+    @property
+    def seeds_expected(self) -> int:
+        return len(self.summaries) + len(self.excluded)
+
+    @property
+    def meter(self) -> Meter:
+        """The meter of the cell's memory figures; "off" where no seed has any."""
+        return next((summary.meter for summary in self.summaries if summary.meter != "off"), "off")
+
+    @property
+    def samples(self) -> tuple[int | None, int | None]:
+        """Training and evaluation images: those that were loaded, else those that the settings expect."""
+        for run in self.runs:
+            if run.train_samples is not None:
+                return run.train_samples, run.evaluation_samples
+        dataset = self.settings["dataset"]
+        return dataset["train_size"], dataset["test_size"]
+
+    def mean(self, quantity: str) -> Mean | None:
+        """Mean of a ``RunSummary`` field over the finished seeds that measured it."""
+        one_meter = quantity == "memory_peak_bytes"
+        chosen = (summary for summary in self.summaries if not one_meter or summary.meter == self.meter)
+        return mean_std(getattr(summary, quantity) for summary in chosen)
+
+
+def names(cell: Cell) -> tuple[str, ...]:
+    return cell.dataset, cell.model, cell.method
+
+
+def cells(runs: Iterable[RunRecord], label: Callable[[Cell], tuple[str, ...]] = names) -> list[Cell]:
+    """Group runs by cell hash and device, in the order of names, hash and device.
+
+    Seeds that a cell's settings ask for and no record holds are excluded as missing. Cells of the
+    same ``label`` get a ``variant`` that names the settings in which they differ.
+    """
+    by_hash: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        by_hash.setdefault(run.cell, []).append(run)
+    found = [cell for members in by_hash.values() for cell in _cells_of_one_hash(members)]
+    found.sort(key=lambda cell: (*names(cell), cell.cell, cell.device_name or ""))
+    by_label: dict[tuple[str, ...], list[Cell]] = {}
+    for cell in found:
+        by_label.setdefault(label(cell), []).append(cell)
+    return [cell for alike in by_label.values() for cell in _told_apart(alike)]
+
+
+def _cells_of_one_hash(members: list[RunRecord]) -> Iterator[Cell]:
+    devices = sorted({run.provenance.device_name for run in members if run.provenance}) or [None]
+    asked = {seed for run in members for seed in run.settings.get("seeds", ())}
+    missing = sorted(asked - {run.seed for run in members})
+    for device in devices:
+        # A run that failed before it reached a device is listed with the first one, as missing seeds are.
+        here = [run for run in members if (run.provenance.device_name if run.provenance else devices[0]) == device]
+        here.sort(key=lambda run: run.seed)
+        excluded = [f"seed {run.seed} {reason}" for run in here if (reason := why_excluded(run))]
+        if device == devices[0]:
+            excluded += [f"seed {seed} missing: asked for, no record" for seed in missing]
+        first = here[0]
+        yield Cell(
+            cell=first.cell,
+            dataset=first.dataset,
+            model=first.model,
+            method=first.method,
+            device_name=device,
+            settings=first.settings,
+            runs=tuple(here),
+            summaries=tuple(summarise(run) for run in here if why_excluded(run) is None),
+            excluded=tuple(excluded),
+        )
+
+
+def _told_apart(alike: list[Cell]) -> Iterator[Cell]:
+    if len(alike) == 1:
+        yield from alike
+        return
+    flat = [_identifying(cell) for cell in alike]
+    keys = sorted({key for settings in flat for key in settings})
+    differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
+    variants = [
+        ", ".join(f"{_short(key)}={settings[key]}" for key in differing if key in settings) for settings in flat
+    ]
+    for cell, variant in zip(alike, variants, strict=True):
+        if variants.count(variant) > 1:
+            variant = f"{variant}, cell={cell.cell}".removeprefix(", ")
+        yield replace(cell, variant=variant)
+
+
+def baseline(cell: Cell, found: Iterable[Cell]) -> Cell | None:
+    """The one fp32 cell, with memory of the same meter, that differs from ``cell`` in its method and budget alone."""
+    alike = [other for other in _fp32_cells(cell, found) if _measured(other) and not _differences(cell, other)]
+    return alike[0] if len(alike) == 1 else None
+
+
+def why_no_baseline(cell: Cell, found: Iterable[Cell]) -> str:
+    """For a cell without ``baseline``: what there is instead, as a phrase."""
+    candidates = _fp32_cells(cell, found)
+    if not candidates:
+        return "there is no fp32 cell of this data set and model"
+    measured = [other for other in candidates if _measured(other)]
+    if not measured:
+        return "the fp32 cell has no finished seed with a memory reading"
+    differences = min((_differences(cell, other) for other in measured), key=len)
+    if not differences:
+        return "more than one fp32 cell has the same settings"
+    return f"the fp32 cell differs in {', '.join(differences)}"
+
+
+def _fp32_cells(cell: Cell, found: Iterable[Cell]) -> list[Cell]:
+    return [other for other in found if names(other) == (cell.dataset, cell.model, "fp32")]
+
+
+def _measured(cell: Cell) -> bool:
+    return cell.mean("memory_peak_bytes") is not None
+
+
+def _differences(cell: Cell, other: Cell) -> list[str]:
+    """How ``other`` differs in what two methods share, one "setting=value (here value)" each."""
+
+    def shared(one: Cell) -> dict[str, str]:
+        read = {key: value for key, value in _identifying(one).items() if not key.startswith(_OF_THE_METHOD)}
+        return read | {"batch.initial": str(one.settings["method"]["batch"]["initial"]), "memory.meter": one.meter}
+
+    ours, theirs = shared(cell), shared(other)
+    keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
+    return [f"{_short(key)}={theirs.get(key)} (here {ours.get(key)})" for key in keys]
+
+
+def _identifying(cell: Cell) -> dict[str, str]:
+    try:
+        tree = identifying_settings(cell.settings)
+    except KeyError:
+        # A record of another version, without some of today's settings: all that it has is compared.
+        tree = cell.settings
+    flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(tree)}
+    return flat | {"device": str(cell.device_name), "results_version": str(cell.runs[0].results_version)}
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _short(key: str) -> str:
+    """A setting's key without its group, where the rest tells what it is."""
+    group, _, rest = key.partition(".")
+    return rest if group in ("dataset", "model", "method", "optimizer", "memory") else key
