@@ -254,7 +254,7 @@ def test_no_child_trains_on_when_its_parent_was_killed(tmp_path):
     assert said == "" and not records(tmp_path)
 
 
-def talking(root: Path, **environment: str) -> subprocess.Popen:
+def talking(root: Path, *arguments: str, **environment: str) -> subprocess.Popen:
     """The command with runs that only say the same line for ever."""
     code = """
 from triaccel_bench import cli
@@ -265,14 +265,15 @@ cli.run_cells = endless
 cli.main()
 """
     return subprocess.Popen(
-        [sys.executable, "-c", code, "device=cpu", f"results.root={root}"], text=True, encoding="utf-8",
+        [sys.executable, "-c", code, "device=cpu", f"results.root={root}", *arguments], text=True, encoding="utf-8",
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment},
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("progress", ["plain", "rich"])
 @pytest.mark.parametrize("encoding, line", [("utf-8", "naïve\n"), ("ascii", "na\\xefve\n")])
-def test_a_closed_pipe_ends_the_command_in_a_sentence_and_no_encoding_does(tmp_path, encoding, line):
-    with talking(tmp_path, PYTHONIOENCODING=encoding) as process:
+def test_a_closed_pipe_ends_the_command_in_a_sentence_and_no_encoding_does(tmp_path, progress, encoding, line):
+    with talking(tmp_path, f"progress={progress}", PYTHONIOENCODING=encoding) as process:
         assert process.stdout.readline() == line
         process.stdout.close()
         said = process.stderr.read()

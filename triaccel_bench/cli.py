@@ -71,7 +71,11 @@ def run(arguments: list[str]) -> int:
         _compose(job)
         if mistakes:
             raise mistakes[0]
-        outcomes.extend(_run(jobs))
+        try:
+            outcomes.extend(_run(jobs))
+        except SystemExit:
+            # rich answers a closed pipe with it.
+            raise BrokenPipeError from None
     except (HydraException, OmegaConfBaseException, SettingsError, Refused) as error:
         print(f"triaccel-bench: {_sentence(error)}", file=sys.stderr)
         return 2
