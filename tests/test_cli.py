@@ -254,7 +254,7 @@ def test_no_child_trains_on_when_its_parent_was_killed(tmp_path):
     assert said == "" and not records(tmp_path)
 
 
-def talking(root: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+def talking(root: Path, *arguments: str, stdout=subprocess.PIPE, **environment: str) -> subprocess.Popen:
     """The command with runs that only say the same line for ever."""
     code = """
 from triaccel_bench import cli
@@ -266,8 +266,14 @@ cli.main()
 """
     return subprocess.Popen(
         [sys.executable, "-c", code, "device=cpu", f"results.root={root}", *arguments], text=True, encoding="utf-8",
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment},
+        stdout=stdout, stderr=subprocess.PIPE, env={**os.environ, **environment},
     )  # fmt: skip
+
+
+def test_output_on_a_full_disk_ends_the_command_in_a_sentence(tmp_path):
+    with open("/dev/full", "w") as full, talking(tmp_path, stdout=full) as process:
+        said = process.stderr.read()
+    assert process.returncode == 130 and "No space left" in said and said.count("\n") == 1
 
 
 @pytest.mark.parametrize("progress", ["plain", "rich"])

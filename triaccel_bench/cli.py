@@ -8,6 +8,7 @@ data cannot be used; 130 interrupted by Ctrl-C, SIGTERM or the reader of a close
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 import signal
@@ -22,12 +23,12 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from triaccel_bench.configuration import CONFIG_PACKAGE, to_settings
-from triaccel_bench.layout import render_terminal
 from triaccel_bench.progress import open_reporter
 from triaccel_bench.results import read_results
 from triaccel_bench.runner import Outcome, Refused, run_cells
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.tables import table1
+from triaccel_bench.terminal import render_terminal
 
 _LOCAL_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -75,17 +76,21 @@ def run(arguments: list[str]) -> int:
             outcomes.extend(_run(jobs))
         except SystemExit:
             # rich answers a closed pipe with it.
-            raise BrokenPipeError from None
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
     except (HydraException, OmegaConfBaseException, SettingsError, Refused) as error:
         print(f"triaccel-bench: {_sentence(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("triaccel-bench: interrupted; finished seeds are kept, run the same command to go on", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # Nobody reads any more; what is still buffered must not fail again when Python ends.
+    except OSError as error:
+        # Runs report their own faults: this is our output, closed by its reader or on a full disk. What
+        # is still buffered must not fail again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        print("triaccel-bench: output closed; finished seeds are kept, run the same command to go on", file=sys.stderr)
+        print(
+            f"triaccel-bench: output closed ({error}); finished seeds are kept, run the same command to go on",
+            file=sys.stderr,
+        )
         return 130
     finally:
         sys.argv = previous
