@@ -61,9 +61,10 @@ def run(
     if epochs is None:
         memory = None if gb is None else round(gb * GB)
         epochs = [epoch(evaluation_accuracy_percent=accuracy, train_seconds=seconds, memory_peak_bytes=memory)]
+    recorded = merged(settings(dataset, model, method), tree or {})
     values = dict(
         results_version=1, status="done", cell=f"{dataset}-{model}-{method}", dataset=dataset, model=model,
-        method=method, seed=seed, epochs_planned=len(epochs), settings=merged(settings(dataset, model, method), tree or {}),
+        method=method, seed=seed, epochs_planned=len(epochs), settings=recorded,
         provenance=provenance(), meter="vram", budget_bytes=350_000_000, budget_source="fp32", epochs=epochs,
     )  # fmt: skip
     return RunRecord(**values | changes)

@@ -11,9 +11,10 @@ import pandas
 import pytest
 from measured import papers_table1, run, write
 
-from triaccel_bench.layout import render_terminal, to_csv, to_latex, to_markdown
+from triaccel_bench.layout import to_csv, to_latex, to_markdown
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.tables import audit_table, table1, table2
+from triaccel_bench.terminal import render_terminal
 
 
 def test_labels_and_figures_survive_the_csv():
@@ -101,6 +102,9 @@ def test_a_terminal_shows_every_word_and_figure_uncut_within_its_width(monkeypat
     words = set(text.replace(",", "").split())
     for row in (table.header[2:], *table.rows):
         assert set(" ".join(row).split()) <= words
+    assert "B0" not in words, "EfficientNet-B0 is one word"
+    lines = [line for line in text.splitlines() if "Paper:" in line]
+    assert columns < 80 or max(line.count("Paper:") for line in lines) >= 2
     for row in table.rows:
         figures = set(row[3:]) - {row[table.header.index("Executed")]}
         assert all(any(figure in line for line in text.splitlines()) for figure in figures)

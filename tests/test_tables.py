@@ -20,7 +20,8 @@ def test_the_papers_numbers_give_the_papers_scores_with_the_misprint_flagged():
     assert scores == [round(row.score_computed, 2) for row in paper.TABLE1]
     printed = column(table, "Paper: Eff. Score")
     assert printed == [f"{row.score:.2f}" + (" †" if row.score == 12.25 else "") for row in paper.TABLE1]
-    assert table.footers[0] == "† CIFAR-10 / ResNet-18 / AMP (Static): the paper prints 12.25, its own figures give 12.44"
+    misprint = "† CIFAR-10 / ResNet-18 / AMP (Static): the paper prints 12.25, its own figures give 12.44"
+    assert table.footers[0] == misprint
     assert "†" not in "".join(table.footers[1:])
 
 
@@ -166,7 +167,8 @@ WHOLE = {"train_samples": 50_000, "evaluation_samples": 10_000}
     [
         ({}, {}, "CIFAR-10"),
         ({"path": "/data/cifar10.npz", "train_size": None, "test_size": None}, WHOLE, "CIFAR-10"),
-        ({"path": "/data/mine.npz"}, {"train_samples": 200, "evaluation_samples": 40}, "CIFAR-10 format: mine.npz (200/40)"),
+        ({"path": "/data/mine.npz"}, {"train_samples": 200, "evaluation_samples": 40},
+         "CIFAR-10 format: mine.npz (200/40)"),
         ({"path": "/data/mine/", "num_classes": 7}, WHOLE, "CIFAR-10 format: mine (50000/10000, 7 classes)"),
         ({"path": "/data/mine", "train_size": None}, {}, "CIFAR-10 format: mine (n/a/10000)"),
         ({"evaluate_on": "validation"}, {"train_samples": 45_000, "evaluation_samples": 5000},
@@ -196,6 +198,36 @@ def test_the_executed_precision_is_shown_and_why_it_is_not_the_one_asked_for():
     assert table.frame["layers_requested"].tolist() == ["fp32:21", "fp16:21"]
 
 
+def test_rows_with_the_same_to_say_share_a_footer():
+    cpu = {"tree": {"device": "cpu"}}
+    ran = [epoch(layers_requested={"bf16": 21}, layers_executed={"fp32": 21})]
+    runs = [run(method=m, epochs=ran, budget_source="set", **cpu) for m in ("triaccel", "triaccel_precision_batch")]
+    footers = table1(Results(tuple(runs))).footers
+    names = "+ Dynamic Precision and Batch Sizing, Tri-Accel"
+    assert footers[0].startswith(f"{names} asked for bf16:21, executed fp32:21: a CPU")
+    assert footers[-2:] == ("Budget: set by memory.budget.", "One seed: no standard deviation (n/a).")
+
+
+def test_a_card_without_bf16_is_said_to_have_none():
+    ran = [epoch(layers_requested={"bf16": 21}, layers_executed={"fp16": 21})]
+    footers = table1(Results((run(method="triaccel", epochs=ran),))).footers
+    said = "asked for bf16:21, executed fp16:21: Card A has no native BF16 (method.precision.bf16_substitute=fp16)."
+    assert f"Tri-Accel {said}" in footers
+
+
+@pytest.mark.parametrize(
+    ("known", "shown"),
+    [
+        ({}, "Code: 0.1.0 (commit abc1234)."),
+        ({"git_dirty": True}, "Code: 0.1.0 (commit abc1234, modified)."),
+        ({"git_commit": None, "code_hash": "0aa59604ede1"}, "Code: 0.1.0 (sources 0aa59604ede1)."),
+        ({"git_commit": None}, "Code: 0.1.0 (no commit)."),
+    ],
+)
+def test_the_caption_names_the_code_by_the_best_that_is_known(known, shown):
+    assert shown in table1(Results((run(provenance=provenance().model_copy(update=known)),))).caption
+
+
 def test_executed_layers_of_several_seeds_are_a_range():
     mixes = ({"fp16": 14, "bf16": 4, "fp32": 3}, {"fp16": 12, "bf16": 6, "fp32": 3})
     seeds = [run(seed=s, epochs=[epoch(layers_requested=m, layers_executed=m)]) for s, m in enumerate(mixes)]
@@ -215,7 +247,8 @@ def test_executed_layers_of_several_seeds_are_a_range():
 )
 def test_a_controller_that_never_moved_anything_is_named(method, change, idle):
     table = table1(Results((run(method=method, epochs=[epoch(**change)], steps=10),)))
-    said = "Tri-Accel: no control decision took effect in this run (10 steps, a control step every 100, a probe every 200)."
+    pace = "10 steps, a control step every 100, a probe every 200"
+    said = f"Tri-Accel: no control decision took effect in this run ({pace})."
     assert (said in table.footers) == idle
 
 

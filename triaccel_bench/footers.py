@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from typing import Any
 
 from triaccel_bench.cells import Cell
 from triaccel_bench.labels import layer_mix
@@ -39,8 +40,12 @@ def timing_text(found: list[Cell]) -> str:
 
 
 def _version(provenance: Provenance) -> str:
-    commit = f"commit {provenance.git_commit[:12]}" if provenance.git_commit else f"sources {provenance.code_hash}"
-    return f"{provenance.code_version} ({commit}{', modified' if provenance.git_dirty else ''})"
+    state = "no commit"
+    if provenance.git_commit:
+        state = f"commit {provenance.git_commit[:12]}{', modified' if provenance.git_dirty else ''}"
+    elif provenance.code_hash:
+        state = f"sources {provenance.code_hash}"
+    return f"{provenance.code_version} ({state})"
 
 
 def _probes(cell: Cell) -> bool:
@@ -56,20 +61,15 @@ def spread(found: list[Cell], name: Names) -> list[str]:
     single = [cell for cell in found if len(cell.summaries) == 1]
     if not single:
         return []
-    whose = "" if len(single) == len(found) else f" for {_listed(name(cell) for cell in single)}"
+    whose = "" if len(single) == len(found) else f" for {', '.join(map(name, single))}"
     return [f"One seed: no standard deviation ({NOT_MEASURED}){whose}."]
 
 
 def budgets(found: list[Cell], name: Names) -> list[str]:
     """Where each budget came from; the rows are named only where they differ."""
-    by_source: dict[str, list[Cell]] = {}
-    for cell in found:
-        source = budget_source(cell)
-        if source is not None:
-            by_source.setdefault(source, []).append(cell)
+    sources = _alike([cell for cell in found if budget_source(cell)], name, budget_source)
     return [
-        f"Budget: {_source_text(source)}" + (f" ({_listed(map(name, members))})." if len(by_source) > 1 else ".")
-        for source, members in by_source.items()
+        f"Budget: {_source_text(source)}" + (f" ({names})." if len(sources) > 1 else ".") for source, names in sources
     ]
 
 
@@ -84,11 +84,11 @@ def budget_source(cell: Cell) -> str | None:
 
 def executions(found: list[Cell], name: Names) -> list[str]:
     """Rows whose layers ran in other dtypes than the method asked for, and why."""
+    differing = [cell for cell in found if requested_layers(cell) != executed_layers(cell)]
     by_reason: dict[str, list[str]] = {}
-    for cell in found:
-        requested, executed = requested_layers(cell), executed_layers(cell)
-        if requested != executed:
-            by_reason.setdefault(_reason(cell), []).append(f"{name(cell)} asked for {requested}, executed {executed}")
+    mixes = _alike(differing, name, lambda cell: (requested_layers(cell), executed_layers(cell), _reason(cell)))
+    for (requested, executed, reason), names in mixes:
+        by_reason.setdefault(reason, []).append(f"{names} asked for {requested}, executed {executed}")
     return [f"{'; '.join(rows)}: {reason}." for reason, rows in by_reason.items()]
 
 
@@ -107,17 +107,19 @@ def _reason(cell: Cell) -> str:
             f"a CPU executes FP32 for 16-bit layers (method.precision.cpu_executes={precision['cpu_executes']}), "
             "so these rows' arithmetic is FP32's"
         )
-    return (
-        f"{cell.device_name} has no native BF16 (method.precision.bf16_substitute={precision['bf16_substitute']})"
-    )
+    return f"{cell.device_name} has no native BF16 (method.precision.bf16_substitute={precision['bf16_substitute']})"
 
 
 def idle_controllers(found: list[Cell], name: Names) -> list[str]:
     """Rows of a method with a controller that never moved anything: their figures are a static method's."""
-    return [
-        f"{name(cell)}: no control decision took effect in {_runs(cell)} ({_pace(cell)})."
+    idle = [
+        cell
         for cell in found
         if cell.summaries and _has_controller(cell) and not any(summary.moved for summary in cell.summaries)
+    ]
+    return [
+        f"{names}: no control decision took effect in {'this run' if runs == 1 else f'these {runs} runs'} ({pace})."
+        for (pace, runs), names in _alike(idle, name, lambda cell: (_pace(cell), len(cell.summaries)))
     ]
 
 
@@ -126,16 +128,15 @@ def _has_controller(cell: Cell) -> bool:
     return method["precision"]["adaptive"] or method["batch"]["elastic"] or _probes(cell)
 
 
-def _runs(cell: Cell) -> str:
-    count = len(cell.summaries)
-    return "this run" if count == 1 else f"these {count} runs"
-
-
 def _pace(cell: Cell) -> str:
     steps, method = max(run.steps for run in cell.runs), cell.settings["method"]
     text = f"{steps} steps, a control step every {method['control']['interval']}"
     return f"{text}, a probe every {method['curvature']['every']}" if _probes(cell) else text
 
 
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)
+def _alike(found: list[Cell], name: Names, key: Callable[[Cell], Any]) -> list[tuple[Any, str]]:
+    """Each key that cells share, with their names, in the order of the cells."""
+    shared: dict[Any, list[str]] = {}
+    for cell in found:
+        shared.setdefault(key(cell), []).append(name(cell))
+    return [(value, ", ".join(names)) for value, names in shared.items()]

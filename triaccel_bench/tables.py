@@ -15,11 +15,12 @@ from triaccel_bench import footers, paper
 from triaccel_bench.cells import Cell, baseline, why_no_baseline
 from triaccel_bench.footers import NOT_MEASURED
 from triaccel_bench.labels import configuration_label, is_whole, method_label
-from triaccel_bench.layout import Table, render_terminal, to_csv, to_latex, to_markdown
+from triaccel_bench.layout import Table, to_csv, to_latex, to_markdown
 from triaccel_bench.paper import BYTES_PER_GB
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.sheet import Sheet
 from triaccel_bench.stats import Mean
+from triaccel_bench.terminal import render_terminal
 
 __all__ = [
     "Results", "Table", "audit_table", "read_results", "render_terminal", "table1", "table2",
@@ -186,6 +187,7 @@ def _table(title: str, text: list[str], sheet: Sheet, make_row: Callable[[Cell, 
         frame=pandas.DataFrame([row.data for row in every], dtype=object).loc[belongs],
         text_columns=LABELS,
         group_columns=2,
+        tail_columns=sum(name.startswith("Paper: ") for name in header),
         folding=frozenset({EXECUTED}),
     )
 
@@ -231,7 +233,9 @@ def _batch_shown(cell: Cell) -> str:
     smallest, largest = _batch_range(cell)
     if smallest is None:
         return NOT_MEASURED
-    return str(smallest) if smallest == largest else f"{_shown(cell, cell.mean('batch_mean'), 1)} ({smallest}-{largest})"
+    if smallest == largest:
+        return str(smallest)
+    return f"{_shown(cell, cell.mean('batch_mean'), 1)} ({smallest}-{largest})"
 
 
 def _seeds_shown(cell: Cell) -> str:

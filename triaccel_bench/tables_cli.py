@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return DONE
     except OSError as error:
         _silence_output()
-        print(f"Standard output: expected it to take the tables, got {error}; they may be in {options.out}", file=sys.stderr)
+        print(f"Standard output: expected it to take the tables, got {error}", file=sys.stderr)
         return REFUSED
 
 
