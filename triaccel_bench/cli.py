@@ -29,7 +29,6 @@ from triaccel_bench.runner import Outcome, Refused, run_cells
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.tables import table1
 from triaccel_bench.terminal import render_terminal
-from triaccel_bench.terminal import render_terminal
 
 _LOCAL_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
