@@ -10,7 +10,7 @@ from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, Group
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -61,7 +61,7 @@ class _Column:
     natural: int
     """Width at which nothing folds."""
     comfortable: int
-    """Width at which only the column's name and the headings of groups fold."""
+    """Width at which only the column's name folds."""
     least: int
     """The narrowest width at which no word of a text and no figure is cut."""
 
@@ -71,7 +71,7 @@ def _columns(table: Table) -> list[_Column]:
     for index, (name, *cells) in enumerate(zip(table.header, *table.rows, strict=True)):
         is_text = index < table.text_columns
         body = [cell for cell, row in zip(cells, table.rows, strict=True) if not _is_heading(row)]
-        words = [min(cell_len(word), _LONGEST_WORD) for cell in cells for word in cell.split()]
+        words = [min(cell_len(word), _LONGEST_WORD) for cell in body for word in cell.split()]
         named = max(map(cell_len, name.split()), default=1)
         whole = max(map(cell_len, body), default=0)
         least = max(named, *words, 1) if is_text or name in table.folding else max(named, whole)
@@ -80,7 +80,7 @@ def _columns(table: Table) -> list[_Column]:
                 name,
                 tuple(cells),
                 is_text,
-                natural=max(map(cell_len, (name, *cells))),
+                natural=max(cell_len(name), whole),
                 comfortable=max(least, whole),
                 least=least,
             )
@@ -92,7 +92,7 @@ def _is_heading(row: Sequence[str]) -> bool:
     return len(row) > 1 and not any(row[1:])
 
 
-def _grids(table: Table, width: int) -> Iterator[RichTable]:
+def _grids(table: Table, width: int) -> Iterator[Group]:
     columns = _columns(table)
     if _total(column.least for column in columns) <= width:
         yield _grid(columns, width)
@@ -137,7 +137,7 @@ def _under_headings(table: Table) -> Table:
     return replace(table, header=header, rows=tuple(rows), text_columns=text_columns, group_columns=0)
 
 
-def _grid(columns: Sequence[_Column], width: int | None) -> RichTable:
+def _grid(columns: Sequence[_Column], width: int | None) -> Group:
     widths = [column.natural for column in columns]
     for floor in ([column.comfortable for column in columns], [column.least for column in columns]):
         while width is not None and _total(widths) > width:
@@ -145,13 +145,23 @@ def _grid(columns: Sequence[_Column], width: int | None) -> RichTable:
             if not slack:
                 break
             widths[max(slack)[1]] -= 1
-    grid = RichTable(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for column, chosen in zip(columns, widths, strict=True):
-        justify = "left" if column.is_text else "right"
-        grid.add_column(Text(column.name), justify=justify, width=chosen, overflow="fold")
+    def part(show_header: bool) -> RichTable:
+        grid = RichTable(
+            box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=show_header
+        )
+        for column, chosen in zip(columns, widths, strict=True):
+            justify = "left" if column.is_text else "right"
+            grid.add_column(Text(column.name), justify=justify, width=chosen, overflow="fold")
+        return grid
+
+    # A heading runs over all columns, so the rows below it are a part of their own, of the same widths.
+    parts: list[Text | RichTable] = [part(show_header=True)]
     for row in zip(*(column.cells for column in columns), strict=True):
-        grid.add_row(*map(Text, row), style="bold" if _is_heading(row) else None)
-    return grid
+        if _is_heading(row):
+            parts += [Text(row[0], style="bold"), part(show_header=False)]
+        else:
+            parts[-1].add_row(*map(Text, row))
+    return Group(*parts)
 
 
 def _total(widths: Iterable[int]) -> int:
