@@ -70,7 +70,7 @@ def here(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def run(here, capfd):
-    """The command in this process, whose fork server has torch loaded already; what it wrote comes back as from a pipe."""
+    """The command in this process, whose fork server has torch loaded already; its output comes back as from a pipe."""
 
     def call(*arguments: str) -> subprocess.CompletedProcess:
         status = cli.run([*arguments, f"results.root={here}"])
@@ -177,9 +177,9 @@ def test_a_folder_of_a_seed_that_cannot_be_made_is_refused(tmp_path, monkeypatch
     assert outcome.status == "refused" and "name another by results.root" in outcome.reason
 
 
-@pytest.mark.parametrize("arguments", [["--cfg", "job", "epochs=7"], ["epochs=7", "--cfg", "job", "method=fp32"], ["epochs=7", "--cfg", "job"]])
+@pytest.mark.parametrize("arguments", ["--cfg job epochs=7", "epochs=7 --cfg job method=fp32", "epochs=7 --cfg job"])
 def test_options_may_stand_before_between_or_after_overrides(here, capfd, arguments):
-    assert cli.run(arguments) == 0
+    assert cli.run(arguments.split()) == 0
     assert "epochs: 7" in capfd.readouterr().out
 
 

@@ -43,8 +43,10 @@ def test_a_finished_run_reports_and_records_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("step, error", [
-    ("hardware_module.inspect", DeviceError("device=cuda: no card; use device=cpu")), ("load", worker.DataError("a.npz: cut off")),
-    ("Trainer", worker.WeightsError("w.pt: other tensors")), ("Trainer", worker.SettingsError("memory.budget=paper: none")),
+    ("hardware_module.inspect", DeviceError("device=cuda: no card; use device=cpu")),
+    ("load", worker.DataError("a.npz: cut off")),
+    ("Trainer", worker.WeightsError("w.pt: other tensors")),
+    ("Trainer", worker.SettingsError("memory.budget=paper: none")),
 ])  # fmt: skip
 def test_a_fault_of_the_set_up_is_a_refusal_without_a_record(tmp_path, monkeypatch, step, error):
     monkeypatch.setattr(f"triaccel_bench.worker.{step}", raising(error))
@@ -63,7 +65,8 @@ def test_an_unforeseen_fault_anywhere_is_a_failed_record_and_shows_where(tmp_pat
 
 
 def test_memory_that_does_not_suffice_has_a_status_of_its_own(tmp_path, monkeypatch):
-    monkeypatch.setattr("triaccel_bench.worker.Trainer.train", raising(torch.OutOfMemoryError("CUDA out of memory.\nTried")))
+    error = torch.OutOfMemoryError("CUDA out of memory.\nTried")
+    monkeypatch.setattr("triaccel_bench.worker.Trainer.train", raising(error))
     run(tmp_path)
     record = read_run(tmp_path / RUN_FILE)
     assert (record.status, record.reason) == ("oom", "does not fit at batch 16: CUDA out of memory.")
@@ -73,7 +76,8 @@ def test_a_full_disk_is_a_failure_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "write_run", raising(OSError(28, "No space left on device")))
     status, reason = run(tmp_path)[-1][1]
     assert status == "failed"
-    assert reason.startswith("done, but its record cannot be written") and "No space left" in reason and "results.root" in reason
+    assert reason.startswith("done, but its record cannot be written")
+    assert "No space left" in reason and "results.root" in reason
 
 
 def test_the_record_names_the_data_the_run_saw(tmp_path):

@@ -171,7 +171,7 @@ def _sentence(error: Exception) -> str:
         return f"{error.override}: expected key=value, for example epochs=3; `triaccel-bench --cfg job` lists every key"
     if several := re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", message):
         key, value = several.groups()
-        return f"{key}={value}: expected one value, got several; add -m to run each, or write {key}=[{value}] for a list"
+        return f"{key}={value}: expected one value; add -m to run each of these, or write {key}=[{value}] for a list"
     cause = error.__cause__
     while cause is not None and isinstance(cause, (HydraException, OmegaConfBaseException)):
         message, cause = f"{message} {cause}", cause.__cause__
@@ -186,7 +186,9 @@ def _suggestion(text: str) -> str:
     if match is None:
         return ""
     close = difflib.get_close_matches(match.group(1), _field_names(), n=1)
-    return f"; did you mean {close[0]}?" if close and close[0] != match.group(1) else "; `triaccel-bench --cfg job` lists every key"
+    if close and close[0] != match.group(1):
+        return f"; did you mean {close[0]}?"
+    return "; `triaccel-bench --cfg job` lists every key"
 
 
 def _field_names() -> list[str]:

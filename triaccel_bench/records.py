@@ -23,7 +23,7 @@ TRACE_FILE = "trace.json.gz"
 
 
 class RecordError(ValueError):
-    """A record file that cannot be read; the message names the file, what is wrong with it (``fault``) and the remedy."""
+    """A record file that cannot be read; the message names the file, its ``fault`` and the remedy."""
 
     def __init__(self, fault: str) -> None:
         super().__init__(f"{fault}; remove it and run that seed again")

@@ -31,7 +31,8 @@ def read_results(folders: Iterable[Path]) -> Results:
         if not folder.is_dir()
     ]
     kept: dict[tuple[str, int, str | None], tuple[Path, RunRecord]] = {}
-    for path in sorted({os.path.realpath(path): path for folder in folders for path in folder.rglob(RUN_FILE)}.values()):
+    found = {os.path.realpath(path): path for folder in folders for path in folder.rglob(RUN_FILE)}
+    for path in sorted(found.values()):
         try:
             run = read_run(path)
         except RecordError as error:

@@ -61,7 +61,7 @@ def cell_label(settings: Settings) -> str:
 
 def seed_folder(settings: Settings, cell: str, seed: int) -> Path:
     """``<root>/<dataset>-<model>-<method>-<cell>/seed-<seed>``"""
-    return Path(settings.results.root).expanduser() / f"{cell_label(settings).replace('/', '-')}-{cell}" / f"seed-{seed}"
+    return Path(settings.results.root) / f"{cell_label(settings).replace('/', '-')}-{cell}" / f"seed-{seed}"
 
 
 def _run_cell(
@@ -91,7 +91,9 @@ def _claimed(folder: Path, label: str, reporter: Reporter) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644)
     except OSError as error:
-        raise Refused(f"{folder}: expected a folder that can be written, got {error}; name another by results.root") from None
+        raise Refused(
+            f"{folder}: expected a folder that can be written, got {error}; name another by results.root"
+        ) from None
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

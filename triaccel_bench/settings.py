@@ -248,7 +248,7 @@ class Settings(_Section):
             )
         weights = self.model.weights
         if weights not in ("none", "imagenet") and not os.path.isfile(weights):
-            raise ValueError(f"model.weights={weights}: expected none, imagenet or a state dict, got no such file; correct it")
+            raise ValueError(f"model.weights={weights}: expected none, imagenet or a state dict, got no such file")
         if weights == "imagenet" and self.model.stem != "imagenet":
             raise ValueError(
                 f"model.weights=imagenet and model.name={self.model.name}: expected a model with ImageNet weights; "
@@ -331,7 +331,7 @@ def _expectation(item: dict[str, Any], key: str) -> str:
 
 
 def _is_union_tag(part: object) -> bool:
-    return isinstance(part, str) and (part.startswith(("literal[", "constrained-", "function-")) or part in {"float", "int", "str"})
+    return part in ("float", "int", "str") or str(part).startswith(("literal[", "constrained-", "function-"))
 
 
 def _shown(value: object) -> str:
