@@ -116,13 +116,15 @@ def test_promotion_lasts_until_a_later_probe_is_below():
     assert down.promoted == (False, False, False) and set(down.requested) == {"bf16"}
 
 
-def test_auto_tau_curv_waits_for_every_layer():
+def test_auto_tau_curv_waits_for_half_of_the_layers_and_then_stays():
     settings = rules(method="triaccel_precision_curvature")
-    _, state = start(3, settings, native)
-    _, state = decide(signals(lambda_max=(1.0, 2.0, None)), state, settings, native)
+    _, state = start(5, settings, native)
+    _, state = decide(signals(lambda_max=(1.0, 2.0, None, None, None)), state, settings, native)
     assert state.tau_curv is None
-    decision, state = decide(signals(lambda_max=(1.0, 2.0, 100.0)), state, settings, native)
-    assert 2.0 < state.tau_curv < 100.0 and decision.promoted == (False, False, True)
+    decision, state = decide(signals(lambda_max=(1.0, 2.0, 100.0, None, None)), state, settings, native)
+    assert 2.0 < state.tau_curv < 100.0 and decision.promoted == (False, False, True, False, False)
+    _, later = decide(signals(lambda_max=(1e3, 1e3, 1e3, 1e3, 1e3)), state, settings, native)
+    assert later.tau_curv == state.tau_curv
 
 
 @pytest.mark.parametrize("value, rate", [

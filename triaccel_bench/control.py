@@ -20,6 +20,10 @@ WINDOWS_BEFORE_AUTO = 2
 """Control windows of statistics before ``auto`` thresholds are taken from them."""
 
 
+LAYERS_BEFORE_AUTO = 0.5
+"""Share of the layers whose spectrum must be known before ``auto`` takes tau_curv from them."""
+
+
 @dataclass(frozen=True)
 class Signals:
     """What the loop reads at one control step. Sequences follow the order of the named layers."""
@@ -247,7 +251,8 @@ def _thresholds(signals: Signals, state: State, rules: MethodSettings) -> State:
         if signals.variance is not None and len(seen := _finite(signals.variance)) >= 2:
             state = replace(state, tau_low=_quantile(seen, 0.5), tau_high=_quantile(seen, 0.9))
     if rules.curvature.promotion and state.tau_curv is None and signals.lambda_max is not None:
-        if all(value is not None for value in signals.lambda_max) and len(seen := _finite(signals.lambda_max)) >= 2:
+        seen = _finite(signals.lambda_max)
+        if len(seen) >= max(2, LAYERS_BEFORE_AUTO * len(signals.lambda_max)):
             state = replace(state, tau_curv=_quantile(seen, 0.9))
     return state
 

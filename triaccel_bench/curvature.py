@@ -101,18 +101,20 @@ class HessianEstimator:
         self._settings = settings
         self._seed = seed
         self._now = now
+        self._priced = True
         self._turns = list(layers)
         self._refreshes = dict.fromkeys(layers, 0)
         self._vectors: dict[str, Tensor] = {}
-        self._seconds: dict[str, float] = {}
+        self._last_turns: dict[str, tuple[float, int]] = {}
         self._seconds_per_product = 0.0
 
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None) -> Probe:
         """Refresh the layers whose turn it is, least recently refreshed first.
 
         The first layer is always refreshed; each further one only while its predicted cost stays
-        within ``budget_seconds`` (``None``: no limit). Predicted is what the layer's last turn took,
-        or, before its first one, its products at most times the price of one in the turn before.
+        within ``budget_seconds`` (``None``: no limit). Predicted is what the layer's last turn took, at
+        as many products as it may take now, or, before its first one, those times the price of
+        one in the turn before. Within a budget a layer's first look takes ``k`` products.
         Waits for the device at the start, so that earlier work is not charged to the probe, and
         once per product. Needs device memory for the gradients of one batch and for one layer's
         Lanczos vectors; all of it is free again on return. What is kept is one 16-bit host
@@ -126,6 +128,7 @@ class HessianEstimator:
             torch.cuda.synchronize(device)
         begun = self._now()
         spectra: dict[str, Spectrum] = {}
+        self._priced = budget_seconds is not None
         with _leaving_no_trace(self._objective, device), self._captured(images, labels) as graph:
             for name in tuple(self._turns):
                 if spectra and budget_seconds is not None:
@@ -138,6 +141,7 @@ class HessianEstimator:
     def _refresh(self, name: str, images: Tensor, labels: Tensor, graph: Graph | None) -> Spectrum:
         begun = self._now()
         leaf = self._leaf(name)
+        allowed = self._iterations(name)
         generator = torch.Generator(leaf.device)
         generator.manual_seed(zlib.crc32(f"{self._seed} {name} {self._refreshes[name]}".encode()))
 
@@ -149,22 +153,29 @@ class HessianEstimator:
             start = unit(self._vectors[name].to(leaf)) + WARM_START_NOISE * start
         with self._products(name, leaf, images, labels, graph) as product:
             spectrum, top = lanczos(
-                product, start, self._settings.k, self._settings.iterations, self._settings.tolerance, random_unit
+                product, start, self._settings.k, allowed, self._settings.tolerance, random_unit
             )
         if spectrum.eigenvalues:
             self._vectors[name] = top.to("cpu", torch.float16)
         self._refreshes[name] += 1
         self._turns.remove(name)
         self._turns.append(name)
-        self._seconds[name] = self._now() - begun
-        self._seconds_per_product = self._seconds[name] / spectrum.iterations
+        seconds = self._now() - begun
+        self._last_turns[name] = seconds, allowed
+        self._seconds_per_product = seconds / spectrum.iterations
         return spectrum
 
     def _predicted_seconds(self, name: str) -> float:
-        if name in self._seconds:
-            return self._seconds[name]
-        products = most_products(self._leaf(name).numel(), self._settings.k, self._settings.iterations)
+        if name in self._last_turns:
+            seconds, allowed = self._last_turns[name]
+            return seconds * self._iterations(name) / allowed
+        products = most_products(self._leaf(name).numel(), self._settings.k, self._iterations(name))
         return products * self._seconds_per_product
+
+    def _iterations(self, name: str) -> int:
+        """Breadth first: within a price, a first look at every layer comes before a second at any."""
+        first = self._priced and not self._refreshes[name]
+        return min(self._settings.k, self._settings.iterations) if first else self._settings.iterations
 
     def _leaf(self, name: str) -> Tensor:
         # A second tensor on the weight's storage: differentiating it cannot touch the parameter's grad or flags.
