@@ -107,6 +107,7 @@ def test_a_sweep_runs_and_a_second_one_reuses_it(tmp_path, run):
     assert second.returncode == 0
     assert second.stdout.count("reused") == 4
     assert records(tmp_path) == found
+    assert not (tmp_path / ".hydra").exists()
 
 
 def test_a_run_without_memory_meter_says_so_once_and_leaves_figures_empty(tmp_path, run):

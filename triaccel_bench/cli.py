@@ -7,6 +7,7 @@ data cannot be used; 130 interrupted by Ctrl-C, SIGTERM or the reader of a close
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
@@ -14,11 +15,13 @@ import re
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import hydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -51,16 +54,20 @@ def run(arguments: list[str]) -> int:
     jobs: list[Settings] = []
     mistakes: list[Exception] = []
     outcomes: list[Outcome] = []
+    folders: set[Path] = set()
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_PACKAGE}", config_name="config")
     def job(config: DictConfig) -> None:
+        local = HydraConfig.get().launcher._target_ == _LOCAL_LAUNCHER
+        if local:
+            folders.add(_folder_of_hydra())
         try:
             settings = to_settings(config)
         except (SettingsError, OmegaConfBaseException) as error:
             # Raised here, Hydra would add a line of its own.
             mistakes.append(error)
             return
-        if HydraConfig.get().launcher._target_ == _LOCAL_LAUNCHER:
+        if local:
             # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
             jobs.append(settings)
         else:
@@ -69,7 +76,10 @@ def run(arguments: list[str]) -> int:
 
     previous, sys.argv = sys.argv, ["triaccel-bench", *_hydra_arguments(arguments)]
     try:
-        _compose(job)
+        try:
+            _compose(job)
+        finally:
+            _remove(folders)
         if mistakes:
             raise mistakes[0]
         try:
@@ -95,6 +105,25 @@ def run(arguments: list[str]) -> int:
     finally:
         sys.argv = previous
     return _exit_code(outcomes)
+
+
+def _folder_of_hydra() -> Path:
+    config = HydraConfig.get()
+    return Path(config.sweep.dir if config.mode == RunMode.MULTIRUN else config.runtime.output_dir)
+
+
+def _remove(folders: set[Path]) -> None:
+    """Hydra makes a folder a command, and nothing of ours goes into it: settings are in each run's record.
+
+    A folder that the user named is the user's; of ours, only what is empty goes.
+    """
+    for folder in folders:
+        if folder.parent.name != ".hydra":
+            continue
+        (folder / "multirun.yaml").unlink(missing_ok=True)
+        for empty in (*folder.glob("*"), folder, folder.parent):
+            with contextlib.suppress(OSError):
+                empty.rmdir()
 
 
 def _hydra_arguments(arguments: list[str]) -> list[str]:
