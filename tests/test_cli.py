@@ -15,9 +15,9 @@ import pytest
 from tiny import settings
 
 from triaccel_bench import cli, runner
+from triaccel_bench.identity import RESULTS_VERSION, identity
 from triaccel_bench.progress import Silent
 from triaccel_bench.records import planned_run, write_run
-from triaccel_bench.settings import RESULTS_VERSION
 
 COMMAND = [sys.executable, "-m", "triaccel_bench.cli"]
 TINY = [
@@ -173,7 +173,7 @@ def test_a_root_that_cannot_be_written_is_refused_before_training(here, capfd, n
 def test_a_folder_of_a_seed_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
     chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
-    runner.seed_folder(chosen, runner.identity(chosen, "cpu"), 0).parent.touch()
+    runner.seed_folder(chosen, identity(chosen, "cpu"), 0).parent.touch()
     (outcome,) = runner.run_cells([chosen], Silent())
     assert outcome.status == "refused" and "name another by results.root" in outcome.reason
 
@@ -290,7 +290,7 @@ def test_a_closed_pipe_ends_the_command_in_a_sentence_and_no_encoding_does(tmp_p
 def test_a_second_command_waits_for_the_first_and_reuses_its_record(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
     chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
-    cell = runner.identity(chosen, "cpu")
+    cell = identity(chosen, "cpu")
     folder = runner.seed_folder(chosen, cell, 0)
     folder.mkdir(parents=True)
     first = (folder / ".lock").open("w")
@@ -312,7 +312,7 @@ def test_a_second_command_waits_for_the_first_and_reuses_its_record(tmp_path, mo
 @pytest.mark.parametrize("damage", ["cut", "another seed", "another version", "folder"])
 def test_a_record_that_does_not_answer_is_run_again(tmp_path, monkeypatch, damage):
     chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
-    cell = runner.identity(chosen, "cpu")
+    cell = identity(chosen, "cpu")
     folder = runner.seed_folder(chosen, cell, 0)
     stale = planned_run(chosen.model_dump(mode="json"), 1 if damage == "another seed" else 0, cell, 1)
     stale.status = "done"

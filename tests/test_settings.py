@@ -3,7 +3,7 @@
 import pytest
 
 from triaccel_bench.configuration import compose
-from triaccel_bench.settings import SettingsError, identity
+from triaccel_bench.settings import SettingsError
 
 METHODS = [
     "fp32", "tf32", "amp", "triaccel", "triaccel_batch", "triaccel_precision", "triaccel_curvature",
@@ -110,46 +110,6 @@ def test_several_faults_are_all_named():
     assert "epochs=0" in str(caught.value) and "optimizer.lr=-1" in str(caught.value)
 
 
-def cell(*overrides: str, device: str = "card") -> str:
-    return identity(compose(list(overrides)), device)
-
-
-@pytest.mark.parametrize("override", ["seeds=[5]", "results.root=/elsewhere", "progress=plain", "dataset.root=/big/disk", "dataset.download=false"])
-def test_identity_ignores_what_cannot_change_a_result(override):
-    assert cell(override) == cell()
-
-
-@pytest.mark.parametrize("override", ["epochs=3", "optimizer.lr=0.2", "method.curvature.alpha=0.1", "model=resnet8", "memory.budget=device"])
-def test_identity_follows_what_can(override):
-    assert cell(override) != cell()
-    assert cell(device="other card") != cell()
-
-
-@pytest.mark.parametrize("override", [
-    "method.curvature.alpha=0.1", "method.precision.beta=0.5", "method.batch.up=8", "memory.budget=device",
-    "method.control.plan_changes_per_epoch=3",
-])  # fmt: skip
-def test_identity_of_fp32_ignores_switches_that_are_off(override):
-    assert cell("method=fp32", override) == cell("method=fp32")
-
-
-@pytest.mark.parametrize("key", ["dataset.path", "model.weights"])
-def test_identity_follows_the_files_it_reads(tmp_path, monkeypatch, key):
-    path = tmp_path / "file.npz"
-    path.write_bytes(b"one")
-    first = cell(f"{key}={path}")
-    monkeypatch.chdir(tmp_path)
-    assert cell(f"{key}=file.npz") == first
-    path.write_bytes(b"three")
-    assert cell(f"{key}={path}") != first
-
-
-def test_identity_stands_a_path_that_leads_nowhere(tmp_path):
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for path in (tmp_path / "loop", tmp_path / "none", "x" * 300, "/dev/null/x"):
-        assert len(cell(f"dataset.path={path}")) == 12
-
-
 def test_a_budget_of_the_paper_is_no_matter_of_methods_with_a_fixed_batch():
     assert compose(["memory.budget=paper", "model=resnet8", "method=fp32"]).memory.budget == "paper"
 
@@ -163,13 +123,3 @@ def test_paths_in_the_home_folder_are_expanded(monkeypatch):
 def test_bytes_that_are_no_text_are_refused_in_a_sentence():
     with pytest.raises(SettingsError, match="expected settings in UTF-8"):
         compose(["dataset.path='/a\udcff'"])
-
-
-def test_identity_follows_the_files_of_a_folder(tmp_path):
-    (tmp_path / "train" / "cat").mkdir(parents=True)
-    picture = tmp_path / "train" / "cat" / "1.png"
-    picture.write_bytes(b"one")
-    first = cell(f"dataset.path={tmp_path}")
-    assert cell(f"dataset.path={tmp_path}") == first
-    picture.write_bytes(b"another")
-    assert cell(f"dataset.path={tmp_path}") != first

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from triaccel_bench.identity import identifying_settings
 from triaccel_bench.records import Meter, RunRecord
-from triaccel_bench.settings import identifying_settings
 from triaccel_bench.stats import Mean, RunSummary, mean_std, summarise, why_excluded
 
 _OF_THE_METHOD = ("method.", "memory.budget", "memory.calibration_steps")

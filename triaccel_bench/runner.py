@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from triaccel_bench.identity import RESULTS_VERSION, identity
 from triaccel_bench.progress import Reporter
 from triaccel_bench.records import RUN_FILE, TRACE_FILE, RecordError, Status, planned_run, read_run, write_run
-from triaccel_bench.settings import RESULTS_VERSION, Settings, identity
+from triaccel_bench.settings import Settings
 
 
 @dataclass(frozen=True)

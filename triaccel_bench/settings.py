@@ -7,15 +7,11 @@ Every field's meaning, unit and paper section stand beside its default in ``conf
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-RESULTS_VERSION = 1
-"""Bumped by hand when a change makes earlier records incomparable; part of a cell's identity."""
 
 DatasetName = Literal["cifar10", "cifar100", "digits", "synthetic"]
 ModelName = Literal["resnet18", "resnet18_cifar", "efficientnet_b0", "resnet8"]
@@ -141,10 +137,6 @@ class MethodSettings(_Section):
     @property
     def probes_curvature(self) -> bool:
         return self.curvature.rates or self.curvature.promotion
-
-    @property
-    def is_static(self) -> bool:
-        return not (self.precision.adaptive or self.batch.elastic or self.probes_curvature)
 
     @model_validator(mode="after")
     def _consistent(self) -> MethodSettings:
@@ -336,64 +328,3 @@ def _is_union_tag(part: object) -> bool:
 
 def _shown(value: object) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
-
-
-def identity(settings: Settings, device_name: str) -> str:
-    """Twelve hex digits that name a cell: its ``identifying_settings``, the device and ``RESULTS_VERSION``.
-
-    A file counts by where it lies, its size and its time of change, a folder by all files below it.
-    """
-    tree = identifying_settings(settings.model_dump(mode="json"))
-    if settings.dataset.path is not None:
-        tree["dataset"]["path"] = _file_identity(settings.dataset.path)
-    if settings.model.weights not in ("none", "imagenet"):
-        tree["model"]["weights"] = _file_identity(settings.model.weights)
-    tree |= {"device": device_name, "results_version": RESULTS_VERSION}
-    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
-    """What a cell's method reads of ``Settings.model_dump(mode="json")``, or of a record's copy of it.
-
-    Settings that cannot change a result (where it is written, how it is shown, which seeds
-    are asked for) are left out, and so are the settings of switches that are off, so that
-    FP32 is not run again when ``curvature.alpha`` moves. The device is left out because its
-    name, not its number, is part of an identity.
-    """
-    tree = {key: value for key, value in dumped.items() if key not in ("seeds", "results", "progress", "device")}
-    tree["dataset"] = _without(tree["dataset"], "root", "download", "mirrors")
-    tree["model"] = dict(tree["model"])
-    method = tree["method"] = dict(tree["method"])
-    adaptive, elastic = method["precision"]["adaptive"], method["batch"]["elastic"]
-    promotion = method["curvature"]["promotion"]
-    probes = method["curvature"]["rates"] or promotion
-    if not adaptive:
-        method["precision"] = {key: method["precision"][key] for key in ("bf16_substitute", "cpu_executes")}
-    if not probes:
-        del method["curvature"]
-    if not elastic:
-        method["batch"] = {"initial": method["batch"]["initial"]}
-        tree["memory"] = {key: tree["memory"][key] for key in ("meter", "enforce")}
-    if not (adaptive or promotion):
-        method["control"] = _without(method["control"], "plan_changes_per_epoch")
-    if not (adaptive or elastic or probes):
-        del method["control"]
-    return tree
-
-
-def _without(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
-    return {key: value for key, value in tree.items() if key not in keys}
-
-
-def _file_identity(path: str) -> list[str | int]:
-    """Where a path leads to, with sizes and times of change of the file there, or of all files below."""
-    real = os.path.realpath(path)
-    if os.path.isdir(real):
-        files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(real) for name in names)
-        found = [(file, os.stat(file, follow_symlinks=False)) for file in files]
-        listing = json.dumps([(file, status.st_size, status.st_mtime_ns) for file, status in found])
-        return [real, hashlib.sha256(listing.encode()).hexdigest()]
-    if not os.path.isfile(real):
-        return [real]
-    status = os.stat(real)
-    return [real, status.st_size, status.st_mtime_ns]

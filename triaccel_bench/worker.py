@@ -23,10 +23,11 @@ import triaccel_bench
 from triaccel_bench import hardware as hardware_module
 from triaccel_bench.data import DataError, load
 from triaccel_bench.hardware import DeviceError, Hardware
+from triaccel_bench.identity import RESULTS_VERSION
 from triaccel_bench.meters import card_state
 from triaccel_bench.models import WeightsError
 from triaccel_bench.records import Provenance, RunRecord, Trace, planned_run, write_run
-from triaccel_bench.settings import RESULTS_VERSION, Settings, SettingsError
+from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.trainer import Diverged, Trainer
 
 REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)

@@ -1,0 +1,56 @@
+"""A cell's name follows what can change its results, and nothing else."""
+
+import pytest
+
+from triaccel_bench.configuration import compose
+from triaccel_bench.identity import identity
+
+
+def cell(*overrides: str, device: str = "card") -> str:
+    return identity(compose(list(overrides)), device)
+
+
+@pytest.mark.parametrize("override", ["seeds=[5]", "results.root=/elsewhere", "progress=plain", "dataset.root=/big/disk", "dataset.download=false"])
+def test_a_cell_ignores_what_cannot_change_a_result(override):
+    assert cell(override) == cell()
+
+
+@pytest.mark.parametrize("override", ["epochs=3", "optimizer.lr=0.2", "method.curvature.alpha=0.1", "model=resnet8", "memory.budget=device"])
+def test_a_cell_follows_what_can(override):
+    assert cell(override) != cell()
+    assert cell(device="other card") != cell()
+
+
+@pytest.mark.parametrize("override", [
+    "method.curvature.alpha=0.1", "method.precision.beta=0.5", "method.batch.up=8", "memory.budget=device",
+    "method.control.plan_changes_per_epoch=3",
+])  # fmt: skip
+def test_fp32_ignores_switches_that_are_off(override):
+    assert cell("method=fp32", override) == cell("method=fp32")
+
+
+@pytest.mark.parametrize("key", ["dataset.path", "model.weights"])
+def test_a_cell_follows_the_files_it_reads(tmp_path, monkeypatch, key):
+    path = tmp_path / "file.npz"
+    path.write_bytes(b"one")
+    first = cell(f"{key}={path}")
+    monkeypatch.chdir(tmp_path)
+    assert cell(f"{key}=file.npz") == first
+    path.write_bytes(b"three")
+    assert cell(f"{key}={path}") != first
+
+
+def test_a_cell_stands_a_path_that_leads_nowhere(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for path in (tmp_path / "loop", tmp_path / "none", "x" * 300, "/dev/null/x"):
+        assert len(cell(f"dataset.path={path}")) == 12
+
+
+def test_a_cell_follows_the_files_of_a_folder(tmp_path):
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    picture = tmp_path / "train" / "cat" / "1.png"
+    picture.write_bytes(b"one")
+    first = cell(f"dataset.path={tmp_path}")
+    assert cell(f"dataset.path={tmp_path}") == first
+    picture.write_bytes(b"another")
+    assert cell(f"dataset.path={tmp_path}") != first
