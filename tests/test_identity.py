@@ -29,6 +29,11 @@ def test_fp32_ignores_switches_that_are_off(override):
     assert cell("method=fp32", override) == cell("method=fp32")
 
 
+@pytest.mark.parametrize("override", ["memory.budget=0.3", "memory.calibration_steps=5"])
+def test_an_enforced_budget_counts_for_every_method(override):
+    assert cell("method=fp32", "memory.enforce=true", override) != cell("method=fp32", "memory.enforce=true")
+
+
 @pytest.mark.parametrize("key", ["dataset.path", "model.weights"])
 def test_a_cell_follows_the_files_it_reads(tmp_path, monkeypatch, key):
     path = tmp_path / "file.npz"

@@ -26,5 +26,7 @@ def test_the_papers_budget_is_the_printed_fp32_figure():
     assert resolve("memory.budget=paper", "dataset=cifar10", "model=resnet18")[0] == 350_000_000
 
 
-def test_methods_with_a_fixed_batch_use_no_budget():
+def test_methods_with_a_fixed_batch_use_no_budget_unless_it_is_enforced():
     assert resolve("method=amp") == (None, None)
+    enforced = ("device=cuda", "memory.enforce=true", "memory.meter=vram")
+    assert resolve("method=amp", *enforced) == (123, "fp32: 1 FP32 step at B=16")

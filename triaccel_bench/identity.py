@@ -48,6 +48,7 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
         del method["curvature"]
     if not elastic:
         method["batch"] = {"initial": method["batch"]["initial"]}
+    if not (elastic or tree["memory"]["enforce"]):
         tree["memory"] = {key: tree["memory"][key] for key in ("meter", "enforce")}
     if not (adaptive or promotion):
         method["control"] = _without(method["control"], "plan_changes_per_epoch")

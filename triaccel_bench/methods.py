@@ -107,7 +107,7 @@ def resolve_budget(
     refuses budgets that this cell or device does not have.
     """
     budget = settings.memory.budget
-    if not settings.method.batch.elastic and not settings.memory.enforce:
+    if not settings.uses_budget:
         return None, None
     if budget == "fp32":
         steps = settings.memory.calibration_steps

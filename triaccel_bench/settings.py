@@ -206,6 +206,11 @@ class Settings(_Section):
     evaluation: EvaluationSettings
     results: ResultsSettings
 
+    @property
+    def uses_budget(self) -> bool:
+        """Whether ``memory.budget`` is in force: followed by the batch size, or enforced."""
+        return self.method.batch.elastic or self.memory.enforce
+
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         if len(set(self.seeds)) != len(self.seeds):
@@ -219,16 +224,20 @@ class Settings(_Section):
             raise ValueError("device=cpu and kernels=triton: expected a CUDA device for Triton; use kernels=auto")
         if self.memory.enforce and self.device == "cpu":
             raise ValueError("memory.enforce=true and device=cpu: expected a CUDA device to cap; use memory.enforce=false")
+        if self.memory.enforce and self.memory.meter == "tensors":
+            raise ValueError(
+                "memory.enforce=true and memory.meter=tensors: expected a meter of what is capped; use memory.meter=vram"
+            )
         train_size = self.dataset.train_size
         if train_size is not None and self.method.batch.initial > train_size:
             raise ValueError(
                 f"method.batch.initial={self.method.batch.initial} and dataset.train_size={train_size}: "
                 "expected a batch no larger than the data set; lower method.batch.initial"
             )
-        budget, elastic = self.memory.budget, self.method.batch.elastic
-        if elastic and budget == "device" and self.device == "cpu":
+        budget = self.memory.budget
+        if self.uses_budget and budget == "device" and self.device == "cpu":
             raise ValueError("memory.budget=device and device=cpu: expected a CUDA device; use memory.budget=fp32")
-        if elastic and budget == "paper" and (self.dataset.name, self.model.name) not in _PRINTED_CELLS:
+        if self.uses_budget and budget == "paper" and (self.dataset.name, self.model.name) not in _PRINTED_CELLS:
             raise ValueError(
                 f"memory.budget=paper, dataset.name={self.dataset.name} and model.name={self.model.name}: expected a "
                 "cell that Table 1 prints; use memory.budget=fp32 or a number of GB"
