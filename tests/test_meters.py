@@ -121,6 +121,19 @@ def test_a_shared_card_does_not_count_as_own_use_but_limits_growth(monkeypatch):
     assert readings.free_bytes == 16 * GIB - others - driver - allocator.allocated
 
 
+def test_headroom_is_what_the_peak_can_grow_by_and_not_what_is_free_between_steps(monkeypatch):
+    allocator = FakeAllocator(monkeypatch, total=1000, others=300)
+    meter = VramMeter(card(nvml=None), dataset_bytes=100)
+    allocator.allocate(100)
+    meter.begin_window()
+    allocator.allocate(450)
+    allocator.free(400)
+    assert meter.window_peak_bytes() == 450
+    assert meter.readings().free_bytes == 550
+    assert meter.headroom_bytes(450) == 150
+    assert NoMeter("off").headroom_bytes(450) is None
+
+
 def test_a_window_forgets_the_peak_before_it(monkeypatch):
     allocator = FakeAllocator(monkeypatch)
     meter = VramMeter(card(nvml=None), dataset_bytes=0)

@@ -7,7 +7,7 @@
     loop.step(loss, images, labels)          # in place of backward, optimizer.step and zero_grad
 
 It is the loop of the benchmark (same statistics, same decisions, same curvature) around an
-optimizer of yours. ``scripts/own_loop.py`` is a whole example.
+optimizer of yours. Whether FP32 layers may use TF32 is left to your own flags of ``torch.backends``. ``scripts/own_loop.py`` is a whole example.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ class TriAccel:
         self._clock = Clock(self._hardware.device)
         self._started = self._clock.read()
         self._probe_seconds = 0.0
+        self._peak_bytes: int | None = None
         self.steps = 0
 
     @property
@@ -128,20 +129,29 @@ class TriAccel:
         return self._control() if self.steps % self.settings.control.interval == 0 else None
 
     def _probe(self, images: Tensor, labels: Tensor) -> None:
+        self._close_window()
         now = self._clock.read()
         count = self.settings.curvature.batch
         training = now - self._started - self._probe_seconds
         self._method.probe(images[:count].detach(), labels[:count], self.steps, training)
         self._probe_seconds += self._clock.read() - now
+        # The probe's own peak is no usage of training: B could do nothing about it.
+        self._meter.begin_window()
+
+    def _close_window(self) -> None:
+        peak = self._meter.window_peak_bytes()
+        if peak is not None:
+            self._peak_bytes = max(peak, self._peak_bytes or 0)
+        self._meter.begin_window()
 
     def _control(self) -> control.Decision:
         ema = torch.cat((self._moments.updates.double(), self._moments.ema.double())).tolist()
         variance = tuple(ema[1:]) if self.settings.precision.adaptive and ema[0] > 0 else None
-        used = self._meter.window_peak_bytes()
-        self._meter.begin_window()
+        self._close_window()
+        used, self._peak_bytes = self._peak_bytes, None
         # A loop of one's own has no epochs that we know of; five control windows stand for one.
         epoch = self.steps // (5 * self.settings.control.interval)
-        free = self._meter.readings().free_bytes
+        free = None if used is None else self._meter.headroom_bytes(used)
         _, decision = self._method.decide(epoch, variance, used, self._budget, free)
         precision.apply(self._network, decision.executed)
         factor = batch_rate_factor(self.settings.batch.lr_rule, decision.batch, self.settings.batch.initial)

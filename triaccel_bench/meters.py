@@ -82,6 +82,10 @@ class MemoryMeter:
         """Peak since ``begin_window``, without the resident data set."""
         return None
 
+    def headroom_bytes(self, peak_bytes: int) -> int | None:
+        """By how much a window's peak of ``peak_bytes`` could grow on this device; others' memory lowers it."""
+        return None
+
     def readings(self) -> Readings:
         return Readings()
 
@@ -119,6 +123,11 @@ class VramMeter(MemoryMeter):
 
     def window_peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self._device) - self._dataset_bytes
+
+    def headroom_bytes(self, peak_bytes: int) -> int:
+        # Not what is free now, between two steps: the next step needs its old peak of that again.
+        free, _ = torch.cuda.mem_get_info(self._device)
+        return free + torch.cuda.memory_reserved(self._device) - self._dataset_bytes - peak_bytes
 
     def readings(self) -> Readings:
         reserved = torch.cuda.memory_reserved(self._device)
