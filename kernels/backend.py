@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Literal
 
 import torch
 
 try:
     import triton
     import triton.language as tl
-except ImportError as error:
+except Exception as error:  # a broken installation fails in many ways, and the torch path needs none of it
     triton = tl = None
     _missing = str(error)
-
-Backend = Literal["triton", "torch"]
 
 INTERPRETED = triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 """Triton fixes this when it is imported: kernels then run on CPU tensors, in Python."""

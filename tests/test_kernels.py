@@ -429,6 +429,14 @@ def test_kernels_import_and_run_where_triton_is_absent():
 
 
 @once
+def test_kernels_import_and_run_where_triton_is_broken(tmp_path):
+    """A half-installed Triton raises what it likes; ``hardware`` then chooses torch, and its kernels must be there."""
+    (tmp_path / "triton.py").write_text("raise OSError('libtriton.so: undefined symbol')")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n" + IMPORT_AND_USE + "assert backend.triton is None"
+    run_python(["-c", code])
+
+
+@once
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_kernels_import_and_run_where_triton_finds_no_gpu():
     run_python(["-c", IMPORT_AND_USE + "assert backend.triton is not None"], CUDA_VISIBLE_DEVICES="")
