@@ -7,6 +7,8 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from triaccel_bench.labels import layer_mix
+
 MEMORY_LABEL = {"vram": "VRAM", "tensors": "tensors (not VRAM)", "off": "VRAM"}
 
 
@@ -85,7 +87,8 @@ class Live(Plain):
     def progress(self, payload: dict[str, Any]) -> None:
         text = (
             f"loss {_number(payload['loss'], '.3f')}  train {payload['accuracy_percent']:.1f} %  "
-            f"B {payload['batch']}  {memory_text(payload['memory_bytes'], self._meter)}  {mix(payload['layers_executed'])}"
+            f"B {payload['batch']}  {memory_text(payload['memory_bytes'], self._meter)}  "
+            f"{layer_mix([payload['layers_executed']])}"
         )
         self._bar.update(self._task, completed=payload["share"], figures=text)
 
@@ -113,7 +116,7 @@ def epoch_text(payload: dict[str, Any], epochs: int, meter: str) -> str:
             f"accuracy {_number(payload['evaluation_accuracy_percent'], '.2f')} %",
             f"B {payload['batch_mean']:.0f} ({low}-{high})" if low != high else f"B {low}",
             memory_text(max(peaks, default=None), meter),
-            mix(payload["layers_executed"]),
+            layer_mix([payload["layers_executed"]]),
             f"{payload['train_seconds']:.2f} s",
         )
     )
@@ -121,11 +124,6 @@ def epoch_text(payload: dict[str, Any], epochs: int, meter: str) -> str:
 
 def memory_text(count: int | None, meter: str) -> str:
     return f"{MEMORY_LABEL[meter]} {'n/a' if count is None else f'{count / 1e9:.3f} GB'}"
-
-
-def mix(layers: dict[str, int]) -> str:
-    """Number of layers by executed dtype, widest last."""
-    return " ".join(f"{level}:{layers[level]}" for level in ("fp16", "bf16", "fp32") if layers.get(level))
 
 
 def _number(value: float | None, form: str) -> str:

@@ -145,6 +145,7 @@ def _grid(columns: Sequence[_Column], width: int | None) -> Group:
             if not slack:
                 break
             widths[max(slack)[1]] -= 1
+
     def part(show_header: bool) -> RichTable:
         grid = RichTable(
             box=SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True, show_header=show_header
