@@ -137,7 +137,8 @@ def test_a_card_without_native_bf16_trains_on_its_substitutes(card, monkeypatch)
     monkeypatch.setattr(hardware, "cuda_arch_list", lambda: ["sm_60", "sm_75"])
     made, run = trainer(small("model=resnet8", "method=triaccel", "epochs=2", "method.curvature.max_overhead=1.0"), data())
     assert not made.hardware.bf16_native and len(made.hardware.warnings) == 1
-    assert made.hardware.kernels == ("torch" if card == "P100" else made.hardware.kernels)
+    if card == "P100":
+        assert made.hardware.kernels == "torch"
     trace = made.train()
     assert "bf16" not in {level for d in trace.decisions for level in d.executed}
     assert trace.decisions[0].requested.count("bf16") == len(trace.layers)

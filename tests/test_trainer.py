@@ -174,16 +174,21 @@ def test_one_host_read_back_per_control_step(monkeypatch):
     assert len(reads) == 1 + controls + 2 + 1  # start, control steps, epoch ends, final record
 
 
-def test_control_step_signals_are_those_decided_on():
-    made, _ = trainer(settings("epochs=1"))
-    trace = made.train()
-    for decision in trace.decisions:
-        assert decision.memory_bytes > 0 and decision.budget_bytes > 0
-        assert len(decision.variance) == len(decision.rate_scale) == len(trace.layers)
-        share = decision.memory_bytes / decision.budget_bytes
-        if share > 0.9:
-            assert decision.batch_after < decision.batch_before or "batch.min" in decision.batch_reason
-    assert control.LEVELS == ("fp16", "bf16", "fp32")
+def test_the_recorded_signals_replay_to_the_recorded_decisions(every_layer_each_probe):
+    """Nothing but what the trace holds entered a decision."""
+    made, _ = trainer(settings("epochs=3", "method.precision.cpu_executes=requested"))
+    trace, rules = made.train(), made.settings.method
+    _, state = control.start(len(trace.layers), rules, lambda level: level)
+    assert len({decision.batch_after for decision in trace.decisions}) > 1
+    for recorded in trace.decisions:
+        variance, lambda_max = (None if v is None else tuple(v) for v in (recorded.variance, recorded.lambda_max))
+        signals = control.Signals(
+            recorded.epoch, variance, lambda_max, recorded.memory_bytes, recorded.budget_bytes, recorded.free_bytes
+        )
+        again, state = control.decide(signals, state, rules, lambda level: level)
+        assert (again.batch, again.batch_reason) == (recorded.batch_after, recorded.batch_reason)
+        assert again.executed == tuple(recorded.executed) and again.promoted == tuple(recorded.promoted)
+        assert again.rates == tuple(recorded.rate_scale) and again.plan_changed == recorded.plan_changed
 
 
 def test_probe_peak_is_kept_apart_from_the_training_window():
