@@ -13,7 +13,7 @@ LEVELS = {
     1: {"identity", "hardware", "data", "models", "schedule", "curvature", "meters", "stats", "results", "labels", "layout"},
     2: {"precision", "control", "cells", "terminal", "configuration", "progress"},
     3: {"engine", "footers", "sheet"},
-    4: {"methods", "tables"},
+    4: {"ledger", "methods", "tables"},
     5: {"trainer", "library"},
     6: {"worker"},
     7: {"runner"},

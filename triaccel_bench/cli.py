@@ -149,7 +149,7 @@ def _compose(job: Callable[[], None]) -> None:
     """Let Hydra call ``job`` for every job; what it raises for a setting of its own becomes a ``SettingsError``."""
     try:
         job()
-    except (HydraException, OmegaConfBaseException, SettingsError, Refused):
+    except (HydraException, OmegaConfBaseException, SettingsError, Refused, BrokenPipeError):
         raise
     except OSError as error:
         raise SettingsError(

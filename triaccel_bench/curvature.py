@@ -23,7 +23,7 @@ from triaccel_bench.graphs import CaptureError, Graph
 from triaccel_bench.lanczos import Product, Spectrum, lanczos, most_products, unit
 from triaccel_bench.settings import CurvatureSettings
 
-__all__ = ["HessianEstimator", "Loss", "Probe", "Spectrum", "mean_cross_entropy"]
+__all__ = ["HessianEstimator", "LayerCurvature", "Loss", "Probe", "Spectrum", "mean_cross_entropy"]
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -50,6 +50,14 @@ class Probe:
     spectra: tuple[Spectrum, ...]
     seconds: float
     products: int
+
+
+@dataclass(frozen=True)
+class LayerCurvature:
+    """The newest spectrum of a layer and the training step it was read at."""
+
+    spectrum: Spectrum
+    step: int
 
 
 def mean_cross_entropy(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -232,9 +240,7 @@ class HessianEstimator:
 
 
 def _difference_product(weight: Tensor, saved: Tensor, gradient: Callable[[], Tensor]) -> Product:
-    """Product with unit vectors by central differences, moving ``weight`` in place around ``saved``.
-
-    """
+    """Product with unit vectors by central differences, moving ``weight`` in place around ``saved``."""
     norm = torch.linalg.vector_norm(saved)
     step = RELATIVE_STEP[saved.dtype] * torch.where(norm > 0, norm, 1.0)
 

@@ -109,10 +109,6 @@ class Engine:
         self._rate_factor.fill_(factor)
 
     @property
-    def loss_is_scaled(self) -> bool:
-        return self._scaled
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state (momentum)."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.sgd.momenta)

@@ -8,24 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from triaccel_bench import control, precision
-from triaccel_bench.curvature import HessianEstimator, Probe, Spectrum
+from triaccel_bench.curvature import HessianEstimator, LayerCurvature, Probe
 from triaccel_bench.hardware import Hardware, executed_dtype
 from triaccel_bench.models import Network
 from triaccel_bench.paper import printed_vram_bytes
 from triaccel_bench.settings import MethodSettings, Settings
-
-
-@dataclass(frozen=True)
-class LayerCurvature:
-    """The newest spectrum of a layer and the step it was read at."""
-
-    spectrum: Spectrum
-    step: int
 
 
 class Method:

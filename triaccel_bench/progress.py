@@ -86,7 +86,7 @@ class Live(Plain):
 
     def progress(self, payload: dict[str, Any]) -> None:
         text = (
-            f"loss {_number(payload['loss'], '.3f')}  train {payload['accuracy_percent']:.1f} %  "
+            f"loss {_number(payload['loss'], '.3f')}  train {_number(payload['accuracy_percent'], '.1f')} %  "
             f"B {payload['batch']}  {memory_text(payload['memory_bytes'], self._meter)}  "
             f"{layer_mix([payload['layers_executed']])}"
         )

@@ -7,8 +7,6 @@ change here or not at all. It does not know which method it runs.
 from __future__ import annotations
 
 import gc
-import statistics
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,13 +14,13 @@ from typing import Any
 
 import torch
 
-from triaccel_bench import models, precision
+from triaccel_bench import ledger, models, precision
 from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet, draw
 from triaccel_bench.engine import Engine, Reading
 from triaccel_bench.hardware import Hardware, executed_dtype
 from triaccel_bench.meters import Clock, open_meter
 from triaccel_bench.methods import Method, resolve_budget
-from triaccel_bench.records import DecisionTrace, EpochRecord, LayerRecord, ProbeTrace, RunRecord, Trace, finite
+from triaccel_bench.records import EpochRecord, RunRecord, Trace, finite
 from triaccel_bench.schedule import batch_rate_factor, make_schedule
 from triaccel_bench.settings import Settings
 
@@ -167,7 +165,7 @@ class Trainer:
                 self.training_seconds = earlier_seconds + self.clock.read() - started - probe_seconds
                 probe_seconds += self._probe()
             if self.step % self.settings.method.control.interval == 0:
-                plan_changes += self._control(epoch, sampler.taken, before)
+                plan_changes += self._control(epoch, sampler.taken / self.data.train_count, before)
         elapsed = self.clock.read() - started
         self.training_seconds = earlier_seconds + elapsed - probe_seconds
         reading = self.engine.read()
@@ -178,14 +176,23 @@ class Trainer:
         loss_sum, correct, samples = self.engine.evaluate(self.data.eval_batches(self.settings.evaluation.batch))
         evaluation_seconds = self.clock.read() - evaluation_started
         self.peaks.epoch = _largest(self.peaks.epoch, self.peaks.window, self.meter.window_peak_bytes())
-        record = self._epoch_record(epoch, before, reading, sizes, chosen)
-        record.train_seconds = elapsed
-        record.probe_seconds = probe_seconds
-        record.plan_changes = plan_changes
-        record.evaluation_loss = finite(loss_sum / samples)
-        record.evaluation_accuracy_percent = 100.0 * correct / samples
-        record.evaluation_samples = samples
-        record.evaluation_seconds = evaluation_seconds
+        record = EpochRecord(
+            epoch=epoch,
+            evaluation_loss=finite(loss_sum / samples),
+            evaluation_accuracy_percent=100.0 * correct / samples,
+            evaluation_samples=samples,
+            train_seconds=elapsed,
+            evaluation_seconds=evaluation_seconds,
+            probe_seconds=probe_seconds,
+            steps=len(sizes),
+            samples_seen=sum(sizes),
+            batch_mean=sum(sizes) / len(sizes),
+            batch_min=min(chosen),
+            batch_max=max(chosen),
+            plan_changes=plan_changes,
+            **ledger.epoch_figures(before, reading, self.method.decision, self.method.curvature, self.step),
+            **ledger.memory_figures(self.peaks.epoch, self.peaks.probe, self.meter.readings()),
+        )
         return record, reading
 
     def _train_step(self, indices: torch.Tensor, draws) -> None:
@@ -216,20 +223,10 @@ class Trainer:
             self.run.warnings.append(reason)
             self.emit("note", {"text": f"curvature probes run eagerly: {reason}"})
         self.peaks.probe = _largest(self.peaks.probe, peak)
-        self.trace.probes.append(
-            ProbeTrace(
-                step=self.step,
-                seconds=seconds,
-                peak_bytes=peak,
-                layers=list(probe.layers),
-                eigenvalues=[list(spectrum.eigenvalues) for spectrum in probe.spectra],
-                iterations=[spectrum.iterations for spectrum in probe.spectra],
-                converged=[spectrum.converged for spectrum in probe.spectra],
-            )
-        )
+        self.trace.probes.append(ledger.probe_trace(self.step, seconds, peak, probe))
         return seconds
 
-    def _control(self, epoch: int, samples_done: int, epoch_start: Reading) -> bool:
+    def _control(self, epoch: int, share_of_epoch: float, epoch_start: Reading) -> bool:
         """One control step (section 3.4): one read-back, one decision, put in force. Returns whether the plan changed."""
         reading = self.engine.read()
         self._check(reading)
@@ -245,38 +242,10 @@ class Trainer:
             rules = self.settings.method.batch
             self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
         self._record_next = True
-        self.trace.decisions.append(
-            DecisionTrace(
-                step=self.step,
-                epoch=epoch,
-                variance=None if signals.variance is None else [finite(v) for v in signals.variance],
-                lambda_max=None if signals.lambda_max is None else [finite(v) for v in signals.lambda_max],
-                memory_bytes=memory_bytes,
-                budget_bytes=self.budget_bytes,
-                free_bytes=free_bytes,
-                batch_before=before.batch,
-                batch_after=decision.batch,
-                batch_reason=decision.batch_reason,
-                requested=list(decision.requested),
-                executed=list(decision.executed),
-                promoted=list(decision.promoted),
-                rate_scale=list(decision.rates),
-                plan_changed=decision.plan_changed,
-            )
-        )
-        counted = max(reading.samples - epoch_start.samples, 1)
+        self.trace.decisions.append(ledger.decision_trace(self.step, signals, before, decision))
+        done = epoch - 1 + share_of_epoch
         self.emit(
-            "progress",
-            {
-                "epoch": epoch,
-                "epochs": self.settings.epochs,
-                "share": (epoch - 1 + samples_done / self.data.train_count) / self.settings.epochs,
-                "loss": _mean(reading.loss_sum - epoch_start.loss_sum, reading.loss_samples - epoch_start.loss_samples),
-                "accuracy_percent": 100.0 * (reading.correct - epoch_start.correct) / counted,
-                "batch": decision.batch,
-                "memory_bytes": memory_bytes,
-                "layers_executed": dict(Counter(decision.executed)),
-            },
+            "progress", ledger.progress(done, self.settings.epochs, epoch_start, reading, decision, memory_bytes)
         )
         return decision.plan_changed
 
@@ -295,70 +264,15 @@ class Trainer:
                 f"method.loss_scale.max_consecutive_skips={limit}; lower optimizer.lr or check the data"
             )
 
-    def _epoch_record(self, epoch: int, before: Reading, now: Reading, sizes: list[int], chosen: list[int]) -> EpochRecord:
-        decision = self.method.decision
-        newest = [value for value in self.method.lambda_max() or () if finite(value) is not None]
-        ages = [self.step - curvature.step for curvature in self.method.curvature.values()]
-        readings = self.meter.readings()
-        return EpochRecord(
-            epoch=epoch,
-            train_loss=_mean(now.loss_sum - before.loss_sum, now.loss_samples - before.loss_samples),
-            train_accuracy_percent=100.0 * (now.correct - before.correct) / sum(sizes),
-            train_seconds=0.0,
-            steps=len(sizes),
-            steps_skipped=now.steps_skipped - before.steps_skipped,
-            samples_seen=sum(sizes),
-            batch_mean=sum(sizes) / len(sizes),
-            batch_min=min(chosen),
-            batch_max=max(chosen),
-            batch_last=decision.batch,
-            learning_rate_last=now.learning_rate,
-            loss_scale_last=now.loss_scale if self.engine.loss_is_scaled else None,
-            memory_peak_bytes=self.peaks.epoch,
-            probe_peak_bytes=self.peaks.probe,
-            reserved_bytes=readings.reserved_bytes,
-            process_bytes=readings.process_bytes,
-            device_used_bytes=readings.device_used_bytes,
-            layers_requested=dict(Counter(decision.requested)),
-            layers_executed=dict(Counter(decision.executed)),
-            layers_promoted=sum(decision.promoted),
-            rate_scale_min=min(decision.rates),
-            rate_scale_mean=statistics.fmean(decision.rates),
-            lambda_max=max(newest, default=None),
-            lambda_median=statistics.median(newest) if newest else None,
-            lambda_age_steps_max=max(ages, default=None),
-            layers_probed=len(self.method.curvature),
-        )
-
     def finish(self) -> None:
         """Write the controller's last state into the run record; also after a run that ended early."""
-        decision, state = self.method.decision, self.method.state
-        reading = self.engine.read()
-        self.run.tau_low, self.run.tau_high, self.run.tau_curv = state.tau_low, state.tau_high, state.tau_curv
-        self.run.layers = []
-        for index, (name, layer) in enumerate(self.network.layers.items()):
-            curvature = self.method.curvature.get(name)
-            spectrum = curvature.spectrum if curvature else None
-            self.run.layers.append(
-                LayerRecord(
-                    name=name,
-                    elements=layer.weight.numel(),
-                    requested=decision.requested[index],
-                    executed=decision.executed[index],
-                    promoted=decision.promoted[index],
-                    rate_scale=decision.rates[index],
-                    variance=finite(reading.variance[index]) if reading.variance else None,
-                    eigenvalues=list(spectrum.eigenvalues) if spectrum else None,
-                    lambda_age_steps=self.step - curvature.step if curvature else None,
-                    iterations=spectrum.iterations if spectrum else None,
-                    converged=spectrum.converged if spectrum else None,
-                )
-            )
+        method = self.method
+        variance = self.engine.read().variance
+        ledger.fill_final_state(
+            self.run, self.network, method.decision, method.state, variance, method.curvature, self.step
+        )
 
 
 def _largest(*values: int | None) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
-
-def _mean(total: float, count: int) -> float | None:
-    return finite(total / count) if count else None

@@ -1,0 +1,138 @@
+"""From what the loop saw to its records: one function an entry, values in, no device touched."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from triaccel_bench.control import Decision, Signals, State
+from triaccel_bench.curvature import LayerCurvature, Probe
+from triaccel_bench.engine import Reading
+from triaccel_bench.meters import Readings
+from triaccel_bench.models import Network
+from triaccel_bench.records import DecisionTrace, EpochRecord, LayerRecord, ProbeTrace, RunRecord, finite
+
+
+def epoch_figures(
+    before: Reading, now: Reading, decision: Decision, curvature: Mapping[str, LayerCurvature], step: int
+) -> dict[str, Any]:
+    """Fields of an ``EpochRecord``: what the engine counted since ``before``, and where the controller stands."""
+    newest = [found.spectrum.eigenvalues[0] for found in curvature.values()]
+    samples = now.samples - before.samples
+    return {
+        "train_loss": mean(now.loss_sum - before.loss_sum, now.loss_samples - before.loss_samples),
+        "train_accuracy_percent": mean(100.0 * (now.correct - before.correct), samples),
+        "steps_skipped": now.steps_skipped - before.steps_skipped,
+        "learning_rate_last": now.learning_rate,
+        "loss_scale_last": now.loss_scale if "fp16" in decision.executed else None,
+        "batch_last": decision.batch,
+        "layers_requested": dict(Counter(decision.requested)),
+        "layers_executed": dict(Counter(decision.executed)),
+        "layers_promoted": sum(decision.promoted),
+        "rate_scale_min": min(decision.rates),
+        "rate_scale_mean": statistics.fmean(decision.rates),
+        "lambda_max": max(newest, default=None),
+        "lambda_median": statistics.median(newest) if newest else None,
+        "lambda_age_steps_max": max((step - found.step for found in curvature.values()), default=None),
+        "layers_probed": len(curvature),
+    }
+
+
+def memory_figures(peak_bytes: int | None, probe_peak_bytes: int | None, readings: Readings) -> dict[str, Any]:
+    """Fields of an ``EpochRecord``: the epoch's own peak, the probes' peak apart, and the wider figures beside them."""
+    return {
+        "memory_peak_bytes": peak_bytes,
+        "probe_peak_bytes": probe_peak_bytes,
+        "reserved_bytes": readings.reserved_bytes,
+        "process_bytes": readings.process_bytes,
+        "device_used_bytes": readings.device_used_bytes,
+    }
+
+
+def decision_trace(step: int, signals: Signals, before: Decision, after: Decision) -> DecisionTrace:
+    """What one control step saw and decided."""
+    return DecisionTrace(
+        step=step,
+        epoch=signals.epoch,
+        variance=_finite_each(signals.variance),
+        lambda_max=_finite_each(signals.lambda_max),
+        memory_bytes=signals.memory_bytes,
+        budget_bytes=signals.budget_bytes,
+        free_bytes=signals.free_bytes,
+        batch_before=before.batch,
+        batch_after=after.batch,
+        batch_reason=after.batch_reason,
+        requested=list(after.requested),
+        executed=list(after.executed),
+        promoted=list(after.promoted),
+        rate_scale=list(after.rates),
+        plan_changed=after.plan_changed,
+    )
+
+
+def probe_trace(step: int, seconds: float, peak_bytes: int | None, probe: Probe) -> ProbeTrace:
+    """What one curvature probe read, and its price."""
+    return ProbeTrace(
+        step=step,
+        seconds=seconds,
+        peak_bytes=peak_bytes,
+        layers=list(probe.layers),
+        eigenvalues=[list(spectrum.eigenvalues) for spectrum in probe.spectra],
+        iterations=[spectrum.iterations for spectrum in probe.spectra],
+        converged=[spectrum.converged for spectrum in probe.spectra],
+    )
+
+
+def progress(
+    epochs_done: float, epochs: int, since: Reading, now: Reading, after: Decision, memory_bytes: int | None
+) -> dict[str, Any]:
+    """What a live display shows at a control step; loss and accuracy are the epoch's so far."""
+    return {
+        "share": epochs_done / epochs,
+        "loss": mean(now.loss_sum - since.loss_sum, now.loss_samples - since.loss_samples),
+        "accuracy_percent": mean(100.0 * (now.correct - since.correct), now.samples - since.samples),
+        "batch": after.batch,
+        "memory_bytes": memory_bytes,
+        "layers_executed": dict(Counter(after.executed)),
+    }
+
+
+def fill_final_state(
+    run: RunRecord,
+    network: Network,
+    decision: Decision,
+    state: State,
+    variance: Sequence[float] | None,
+    curvature: Mapping[str, LayerCurvature],
+    step: int,
+) -> None:
+    """The thresholds and every layer's state as the run ended."""
+    run.tau_low, run.tau_high, run.tau_curv = state.tau_low, state.tau_high, state.tau_curv
+    run.layers = []
+    for index, (name, layer) in enumerate(network.layers.items()):
+        record = LayerRecord(
+            name=name,
+            elements=layer.weight.numel(),
+            requested=decision.requested[index],
+            executed=decision.executed[index],
+            promoted=decision.promoted[index],
+            rate_scale=decision.rates[index],
+            variance=finite(variance[index]) if variance else None,
+        )
+        if name in curvature:
+            found = curvature[name]
+            record.eigenvalues = list(found.spectrum.eigenvalues)
+            record.lambda_age_steps = step - found.step
+            record.iterations = found.spectrum.iterations
+            record.converged = found.spectrum.converged
+        run.layers.append(record)
+
+
+def mean(total: float, count: int) -> float | None:
+    return finite(total / count) if count else None
+
+
+def _finite_each(values: Sequence[float | None] | None) -> list[float | None] | None:
+    return None if values is None else [finite(value) for value in values]
