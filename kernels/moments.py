@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
 from triaccel_bench.kernels.backend import require_backend, tl, triton
 from triaccel_bench.kernels.segments import AddressTable, Segments, is_dense
 
@@ -49,8 +48,15 @@ if triton is not None:
 
     @triton.jit
     def _merge_chunks(
-        chunk_bad, chunk_mean, chunk_m2, first, chunks, size,
-        STATISTICS: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr,
+        chunk_bad,
+        chunk_mean,
+        chunk_m2,
+        first,
+        chunks,
+        size,
+        STATISTICS: tl.constexpr,
+        CHUNK: tl.constexpr,
+        AT_ONCE: tl.constexpr,
     ):
         """The flag and the population variance of one segment from those of its chunks, by Chan's formula."""
         bad = 0
@@ -84,10 +90,30 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["inverse_scale", "batch_factor"])
     def _moments_kernel(
-        addresses, segment_of_chunk, first_chunk, elements, inverse_scale, batch_factor,
-        chunk_bad, chunk_mean, chunk_m2, segment_bad, segment_variance, arrivals,
-        nonfinite, variance, ema, updates, blend, layers, segments, occupied,
-        STATISTICS: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, SEGMENTS: tl.constexpr,
+        addresses,
+        segment_of_chunk,
+        first_chunk,
+        elements,
+        inverse_scale,
+        batch_factor,
+        chunk_bad,
+        chunk_mean,
+        chunk_m2,
+        segment_bad,
+        segment_variance,
+        arrivals,
+        nonfinite,
+        variance,
+        ema,
+        updates,
+        blend,
+        layers,
+        segments,
+        occupied,
+        STATISTICS: tl.constexpr,
+        CHUNK: tl.constexpr,
+        AT_ONCE: tl.constexpr,
+        SEGMENTS: tl.constexpr,
     ):
         """Each program measures a chunk; the last of a segment merges its chunks; the last of all blends."""
         chunk = tl.program_id(0)
@@ -217,8 +243,15 @@ class GradientMoments:
         if self._table is None:
             layers = self._layers if self._statistics else 0
             moments_reference(
-                grads, layers, inverse_scale, batch_factor, self._beta,
-                self.nonfinite, self.variance, self.ema, self.updates,
+                grads,
+                layers,
+                inverse_scale,
+                batch_factor,
+                self._beta,
+                self.nonfinite,
+                self.variance,
+                self.ema,
+                self.updates,
             )
             return
         # The order of elements does not matter to moments, so a dense tensor is read as it lies in memory.
@@ -226,13 +259,31 @@ class GradientMoments:
         cut = self._segments
         with torch.cuda.device_of(self.ema):
             _moments_kernel[(cut.chunks,)](
-                self._table.of(dense), cut.segment_of_chunk, cut.first_chunk, cut.elements, inverse_scale, batch_factor,
-                self._chunk_bad, self._chunk_mean, self._chunk_m2,
-                self._segment_bad, self._segment_variance, self._arrivals,
-                self.nonfinite, self.variance, self.ema, self.updates,
-                1 - self._beta, self._layers, len(dense), cut.occupied,
-                STATISTICS=self._statistics, CHUNK=cut.chunk, AT_ONCE=CHUNKS_AT_ONCE,
-                SEGMENTS=triton.next_power_of_2(len(dense)), num_warps=8,
+                self._table.of(dense),
+                cut.segment_of_chunk,
+                cut.first_chunk,
+                cut.elements,
+                inverse_scale,
+                batch_factor,
+                self._chunk_bad,
+                self._chunk_mean,
+                self._chunk_m2,
+                self._segment_bad,
+                self._segment_variance,
+                self._arrivals,
+                self.nonfinite,
+                self.variance,
+                self.ema,
+                self.updates,
+                1 - self._beta,
+                self._layers,
+                len(dense),
+                cut.occupied,
+                STATISTICS=self._statistics,
+                CHUNK=cut.chunk,
+                AT_ONCE=CHUNKS_AT_ONCE,
+                SEGMENTS=triton.next_power_of_2(len(dense)),
+                num_warps=8,
             )
 
     def bind(self, grads: Sequence[Tensor]) -> None:

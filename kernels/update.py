@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-
 from triaccel_bench.kernels.backend import require_backend, tl, triton
 from triaccel_bench.kernels.segments import AddressTable, Segments, address_table, is_dense
 
@@ -57,8 +56,19 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["lr", "rates", "inverse_scale", "nonfinite"])
     def _sgd_kernel(
-        grad_addresses, param_addresses, momentum_addresses, segment_of_chunk, first_chunk, elements, layer_of,
-        lr, rates, inverse_scale, nonfinite, momentum, weight_decay,
+        grad_addresses,
+        param_addresses,
+        momentum_addresses,
+        segment_of_chunk,
+        first_chunk,
+        elements,
+        layer_of,
+        lr,
+        rates,
+        inverse_scale,
+        nonfinite,
+        momentum,
+        weight_decay,
         CHUNK: tl.constexpr,
     ):
         """Each program updates one chunk of one parameter, or returns at once if the step is to be skipped."""
@@ -158,17 +168,36 @@ class FusedSGD:
         grads = [_laid_out_as(param, grad, index) for index, (param, grad) in enumerate(zip(self._params, grads))]
         if self._table is None:
             sgd_reference(
-                self._params, grads, self.momenta, self._layer_of, self._momentum, self._weight_decay,
-                lr, rates, inverse_scale, nonfinite,
+                self._params,
+                grads,
+                self.momenta,
+                self._layer_of,
+                self._momentum,
+                self._weight_decay,
+                lr,
+                rates,
+                inverse_scale,
+                nonfinite,
             )
             return
         cut = self._segments
         with torch.cuda.device_of(lr):
             _sgd_kernel[(cut.chunks,)](
-                self._table.of(grads), self._param_addresses, self._momentum_addresses,
-                cut.segment_of_chunk, cut.first_chunk, cut.elements, self._layers,
-                lr, rates, inverse_scale, nonfinite, self._momentum, self._weight_decay,
-                CHUNK=cut.chunk, num_warps=8,
+                self._table.of(grads),
+                self._param_addresses,
+                self._momentum_addresses,
+                cut.segment_of_chunk,
+                cut.first_chunk,
+                cut.elements,
+                self._layers,
+                lr,
+                rates,
+                inverse_scale,
+                nonfinite,
+                self._momentum,
+                self._weight_decay,
+                CHUNK=cut.chunk,
+                num_warps=8,
             )
 
     def bind(self, grads: Sequence[Tensor]) -> None:

@@ -43,18 +43,28 @@ def _precision(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str
         kind = "requested" if _executes_fp32_only(method, run) else "executed"
         mixes = [set(getattr(d, kind)) for d in trace.decisions]
         mixed = [mix for mix in mixes if len(mix) >= 2]
-        yield f"two {kind} dtypes at once", bool(mixed), f"{sorted((mixed or mixes)[-1])} at {len(mixed)} of {len(mixes)} control steps"
+        yield (
+            f"two {kind} dtypes at once",
+            bool(mixed),
+            f"{sorted((mixed or mixes)[-1])} at {len(mixed)} of {len(mixes)} control steps",
+        )
         yield "the plan changed after the start", bool(changes), f"at steps {changes}"
     else:
         start = {method["dtype"]}
         # Promotion alone may lift a layer out of the static plan.
         still = all(set(d.requested) <= start or method["curvature"]["promotion"] for d in trace.decisions)
-        yield "static precision stayed static", still, f"requested {sorted(set().union(*(d.requested for d in trace.decisions)))}"
+        yield (
+            "static precision stayed static",
+            still,
+            f"requested {sorted(set().union(*(d.requested for d in trace.decisions)))}",
+        )
 
 
 def _every_switch_is_on(method: dict) -> bool:
     curvature = method["curvature"]
-    return all((method["precision"]["adaptive"], method["batch"]["elastic"], curvature["rates"], curvature["promotion"]))
+    return all(
+        (method["precision"]["adaptive"], method["batch"]["elastic"], curvature["rates"], curvature["promotion"])
+    )
 
 
 def _executes_fp32_only(method: dict, run: RunRecord) -> bool:
@@ -77,7 +87,11 @@ def _batch(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str, bo
     share = math.nan if last.memory_bytes is None or not last.budget_bytes else last.memory_bytes / last.budget_bytes
     inside = batch["rho_low"] <= share <= batch["rho_high"]
     bound = any(word in last.batch_reason for word in BOUNDS)
-    yield "B settled in the band or at a stated bound", still and (inside or bound), f"B={last.batch_after}, {last.batch_reason}"
+    yield (
+        "B settled in the band or at a stated bound",
+        still and (inside or bound),
+        f"B={last.batch_after}, {last.batch_reason}",
+    )
 
 
 def _curvature(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str, bool, str]]:
@@ -87,7 +101,11 @@ def _curvature(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str
     whole = _every_switch_is_on(method)
     if whole:
         found = [layer for layer in run.layers if layer.eigenvalues and math.isfinite(layer.eigenvalues[0])]
-        yield "a finite lambda for every layer", len(found) == len(run.layers) > 0, f"{len(found)} of {len(run.layers)} layers"
+        yield (
+            "a finite lambda for every layer",
+            len(found) == len(run.layers) > 0,
+            f"{len(found)} of {len(run.layers)} layers",
+        )
     elif not (curvature["rates"] or curvature["promotion"]):
         yield "no curvature was read", not trace.probes, f"{len(trace.probes)} probes"
     if curvature["rates"]:
@@ -118,7 +136,10 @@ def main(folders: list[str]) -> int:
             failed += not holds
             print(f"  {'pass' if holds else 'FAIL'}  {what}: {evidence}")
     if not checked:
-        print(f"no finished run below {folders or 'the given folders'}; expected a folder with run.json files", file=sys.stderr)
+        print(
+            f"no finished run below {folders or 'the given folders'}; expected a folder with run.json files",
+            file=sys.stderr,
+        )
         return 2
     print(f"{checked} checks on {len(paths)} records, {failed} failed")
     return 1 if failed else 0

@@ -25,4 +25,5 @@ for epoch in range(2):
         index, order = order[: loop.batch_size], order[loop.batch_size :]  # (2)
         loss = cross_entropy(model(images[index]), labels[index])
         loop.step(loss, images[index], labels[index])  # (3) backward, statistics, update, decisions
-    print(f"epoch {epoch + 1}: loss {loss.item():.3f}, B {loop.batch_size}, slowest layer rate {min(loop.rates.values()):.3f}")
+    slowest = min(loop.rates.values())
+    print(f"epoch {epoch + 1}: loss {loss.item():.3f}, B {loop.batch_size}, slowest layer rate {slowest:.3f}")

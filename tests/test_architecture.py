@@ -10,7 +10,19 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
     0: {"settings", "records", "paper", "graphs", "sources", "lanczos"},
-    1: {"identity", "hardware", "data", "models", "schedule", "curvature", "meters", "stats", "results", "labels", "layout"},
+    1: {
+        "identity",
+        "hardware",
+        "data",
+        "models",
+        "schedule",
+        "curvature",
+        "meters",
+        "stats",
+        "results",
+        "labels",
+        "layout",
+    },
     2: {"precision", "control", "cells", "terminal", "configuration", "progress"},
     3: {"engine", "footers", "sheet"},
     4: {"ledger", "methods", "tables"},

@@ -202,9 +202,7 @@ def test_data_that_is_not_there_is_refused_before_training(tmp_path, run):
 
 
 def test_a_diverged_run_fails_the_command_and_is_named(tmp_path, run):
-    done = run(
-        *TINY, "method=fp32", "optimizer.lr=1e30", "epochs=20", "method.loss_scale.max_consecutive_skips=4"
-    )
+    done = run(*TINY, "method=fp32", "optimizer.lr=1e30", "epochs=20", "method.loss_scale.max_consecutive_skips=4")
     assert done.returncode == 1
     (record,) = records(tmp_path)
     assert record["status"] == "diverged" and "max_consecutive_skips=4" in record["reason"]

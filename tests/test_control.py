@@ -218,3 +218,38 @@ def test_each_ablation_moves_its_own_switch_only(method, moves):
         if not same
     }
     assert changed == moves
+
+
+def test_a_change_of_plan_is_not_taken_for_what_a_rung_added():
+    settings = rules("method.precision.tau_low=0.1", "method.precision.tau_high=1.0", "method.precision.dwell=1")
+    _, state = start(1, settings, native)
+    for variance, used in ((0.5, 600), (5.0, 600), (5.0, 950)):
+        decision, state = decide(
+            signals(variance=(variance,), memory_bytes=used, budget_bytes=1000), state, settings, native
+        )
+    assert decision.batch == 96 and state.growth == {128: pytest.approx(1.0)}
+
+
+def test_the_quota_is_on_what_is_executed():
+    """On a card that runs BF16 as FP16 a change between the two costs nothing and uses up nothing."""
+    settings = rules(
+        "method.precision.tau_low=0.1", "method.precision.tau_high=1.0", "method.precision.dwell=1",
+        method="triaccel_precision",
+    )  # fmt: skip
+    _, state = start(2, settings, without_bf16)
+    first, state = decide(signals(variance=(0.01, 0.3)), state, settings, without_bf16)
+    second, state = decide(signals(variance=(0.01, 5.0)), state, settings, without_bf16)
+    third, _ = decide(signals(variance=(5.0, 5.0)), state, settings, without_bf16)
+    assert first.requested == ("fp16", "bf16") and first.plan_changed
+    assert second.executed == ("fp16", "fp32")
+    assert third.executed == second.executed
+
+
+def test_b_does_not_grow_on_a_reading_of_the_plan_that_was():
+    settings = rules("method.precision.tau_low=0.1", "method.precision.tau_high=1.0", "method.precision.dwell=1")
+    _, state = start(1, settings, native)
+    reading = signals(variance=(5.0,), memory_bytes=100, budget_bytes=1000)
+    changed, state = decide(reading, state, settings, native)
+    assert changed.plan_changed and changed.batch == 96 and "the plan changes" in changed.batch_reason
+    settled, _ = decide(reading, state, settings, native)
+    assert not settled.plan_changed and settled.batch == 128

@@ -168,9 +168,11 @@ def test_quadratic_forms(product, values, k, expected):
 )
 def test_layer_without_curvature_is_zero_not_nan(product, form):
     module = Quadratic([1.0] * 4)
-    spectrum = HessianEstimator(module, {"form": module}, settings(product=product, k=2), 0, loss=form).probe(
-        *NOTHING, None
-    ).spectra[0]
+    spectrum = (
+        HessianEstimator(module, {"form": module}, settings(product=product, k=2), 0, loss=form)
+        .probe(*NOTHING, None)
+        .spectra[0]
+    )
     assert spectrum.eigenvalues == (0.0, 0.0) and spectrum.converged
 
 

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from fabricated import check_whole, images, message_of, settings, write_npz
 from torchvision.transforms import functional as reference
 
-from fabricated import check_whole, images, message_of, settings, write_npz
 from triaccel_bench.data import MIN_LEFTOVER, DeviceData, ElasticSampler, ImageSet, draw, load
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from tiny import images, settings, trainer
-from torch.nn import functional
 
 from triaccel_bench import hardware, models, precision
 from triaccel_bench.configuration import compose
@@ -135,7 +134,9 @@ def test_a_card_without_native_bf16_trains_on_its_substitutes(card, monkeypatch)
 
     monkeypatch.setattr(hardware, "cuda_properties", Disguised)
     monkeypatch.setattr(hardware, "cuda_arch_list", lambda: ["sm_60", "sm_75"])
-    made, run = trainer(small("model=resnet8", "method=triaccel", "epochs=2", "method.curvature.max_overhead=1.0"), data())
+    made, run = trainer(
+        small("model=resnet8", "method=triaccel", "epochs=2", "method.curvature.max_overhead=1.0"), data()
+    )
     assert not made.hardware.bf16_native and len(made.hardware.warnings) == 1
     if card == "P100":
         assert made.hardware.kernels == "torch"

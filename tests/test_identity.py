@@ -10,12 +10,17 @@ def cell(*overrides: str, device: str = "card") -> str:
     return identity(compose(list(overrides)), device)
 
 
-@pytest.mark.parametrize("override", ["seeds=[5]", "results.root=/elsewhere", "progress=plain", "dataset.root=/big/disk", "dataset.download=false"])
+@pytest.mark.parametrize(
+    "override",
+    ["seeds=[5]", "results.root=/elsewhere", "progress=plain", "dataset.root=/big/disk", "dataset.download=false"],
+)
 def test_a_cell_ignores_what_cannot_change_a_result(override):
     assert cell(override) == cell()
 
 
-@pytest.mark.parametrize("override", ["epochs=3", "optimizer.lr=0.2", "method.curvature.alpha=0.1", "model=resnet8", "memory.budget=device"])
+@pytest.mark.parametrize(
+    "override", ["epochs=3", "optimizer.lr=0.2", "method.curvature.alpha=0.1", "model=resnet8", "memory.budget=device"]
+)
 def test_a_cell_follows_what_can(override):
     assert cell(override) != cell()
     assert cell(device="other card") != cell()

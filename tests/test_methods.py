@@ -1,5 +1,7 @@
 """Where MemMax comes from."""
 
+import dataclasses
+
 from tiny import settings
 
 from triaccel_bench.hardware import Hardware, inspect
@@ -10,8 +12,8 @@ def cpu() -> Hardware:
     return inspect("cpu", "auto")
 
 
-def resolve(*overrides: str):
-    return resolve_budget(settings(*overrides), cpu(), lambda: 123)
+def resolve(*overrides: str, hardware: Hardware | None = None):
+    return resolve_budget(settings(*overrides), hardware or cpu(), lambda: 123)
 
 
 def test_the_fp32_budget_is_measured():
@@ -29,4 +31,9 @@ def test_the_papers_budget_is_the_printed_fp32_figure():
 def test_methods_with_a_fixed_batch_use_no_budget_unless_it_is_enforced():
     assert resolve("method=amp") == (None, None)
     enforced = ("device=cuda", "memory.enforce=true", "memory.meter=vram")
-    assert resolve("method=amp", *enforced) == (123, "fp32: 1 FP32 step at B=16")
+    card = dataclasses.replace(cpu(), total_bytes=16_000_000_000)
+    assert resolve("method=amp", *enforced, hardware=card) == (123, "fp32: 1 FP32 step at B=16")
+
+
+def test_without_a_meter_nothing_is_calibrated():
+    assert resolve("memory.meter=vram") == (None, None)

@@ -74,7 +74,9 @@ def test_weights_from_a_file_keep_all_but_an_unlike_classifier(tmp_path):
     assert loaded.fc.out_features == 10
 
 
-@pytest.mark.parametrize("content, word", [(b"not a checkpoint", "expected a state dict"), ({"other": torch.ones(1)}, "missing")])
+@pytest.mark.parametrize(
+    "content, word", [(b"not a checkpoint", "expected a state dict"), ({"other": torch.ones(1)}, "missing")]
+)
 def test_weights_that_do_not_fit_are_named(tmp_path, content, word):
     path = tmp_path / "weights.pt"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)

@@ -6,16 +6,35 @@ import pytest
 from tiny import settings
 
 from triaccel_bench import records
-from triaccel_bench.records import DecisionTrace, EpochRecord, RecordError, Trace, planned_run, read_run, read_trace, write_run
+from triaccel_bench.records import (
+    DecisionTrace,
+    EpochRecord,
+    RecordError,
+    Trace,
+    planned_run,
+    read_run,
+    read_trace,
+    write_run,
+)
 
 
 def run():
     record = planned_run(settings().model_dump(mode="json"), 3, "abc", 1)
     record.epochs.append(
         EpochRecord(
-            epoch=1, train_loss=1.5, train_accuracy_percent=50.0, train_seconds=2.0, steps=4, samples_seen=64,
-            batch_mean=16.0, batch_min=16, batch_max=16, batch_last=16, learning_rate_last=0.1,
-            layers_requested={"bf16": 10}, layers_executed={"fp32": 10},
+            epoch=1,
+            train_loss=1.5,
+            train_accuracy_percent=50.0,
+            train_seconds=2.0,
+            steps=4,
+            samples_seen=64,
+            batch_mean=16.0,
+            batch_min=16,
+            batch_max=16,
+            batch_last=16,
+            learning_rate_last=0.1,
+            layers_requested={"bf16": 10},
+            layers_executed={"fp32": 10},
         )  # fmt: skip
     )
     return record

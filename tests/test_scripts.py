@@ -27,7 +27,9 @@ def test_own_loop_moves_rates():
 
 def record(folder: Path, monkeypatch, *overrides: str):
     probe = HessianEstimator.probe
-    monkeypatch.setattr(HessianEstimator, "probe", lambda self, images, labels, budget: probe(self, images, labels, None))
+    monkeypatch.setattr(
+        HessianEstimator, "probe", lambda self, images, labels, budget: probe(self, images, labels, None)
+    )
     made, run = trainer(settings("method.precision.cpu_executes=requested", *overrides))
     trace = made.train()
     run.status, run.reason = "done", None
@@ -39,7 +41,15 @@ def test_check_loop_passes_a_loop_that_acts(tmp_path, monkeypatch, capsys):
     record(tmp_path / "run", monkeypatch, "epochs=6")
     assert check_loop.main([str(tmp_path)]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
-    for what in ("two executed dtypes", "plan changed", "B changed", "B settled", "finite lambda", "rate scale", "promoted"):
+    for what in (
+        "two executed dtypes",
+        "plan changed",
+        "B changed",
+        "B settled",
+        "finite lambda",
+        "rate scale",
+        "promoted",
+    ):
         assert f"pass  {what}" in said.replace("the ", "").replace("a ", "") or what in said
 
 
@@ -47,7 +57,12 @@ def test_check_loop_fails_a_loop_that_does_nothing(tmp_path, monkeypatch, capsys
     """A static run that claims to be Tri-Accel fails every check of movement."""
     run, trace = record(tmp_path / "run", monkeypatch, "method=fp32")
     run.method = "triaccel"
-    for section, key in (("precision", "adaptive"), ("batch", "elastic"), ("curvature", "rates"), ("curvature", "promotion")):
+    for section, key in (
+        ("precision", "adaptive"),
+        ("batch", "elastic"),
+        ("curvature", "rates"),
+        ("curvature", "promotion"),
+    ):
         run.settings["method"][section][key] = True
     write_run(tmp_path / "run", run, trace)
     assert check_loop.main([str(tmp_path)]) == 1

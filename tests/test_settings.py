@@ -15,7 +15,11 @@ METHODS = [
 def test_every_method_composes_and_carries_its_name(method):
     settings = compose([f"method={method}"]).method
     assert settings.name == method
-    switches = {"batch": settings.batch.elastic, "precision": settings.precision.adaptive, "curvature": settings.curvature.rates}
+    switches = {
+        "batch": settings.batch.elastic,
+        "precision": settings.precision.adaptive,
+        "curvature": settings.curvature.rates,
+    }
     named = set(method.split("_")[1:]) or ({"batch", "precision", "curvature"} if method == "triaccel" else set())
     assert {name for name, on in switches.items() if on} == named
     assert settings.curvature.promotion == settings.curvature.rates
@@ -92,7 +96,7 @@ def test_defaults_are_the_papers_where_it_states_them():
     (["memory.budget=device", "device=cpu"], ["memory.budget=device", "device=cpu", "memory.budget=fp32"]),
     (["memory.budget=-1"], ["memory.budget=-1"]),
     (["memory.enforce=true", "device=cpu"], ["memory.enforce=true", "device=cpu", "CUDA"]),
-    (["memory.enforce=true", "memory.meter=tensors"], ["memory.enforce=true", "memory.meter=tensors", "memory.meter=vram"]),
+    (["memory.enforce=true", "memory.meter=tensors"], ["memory.enforce=true", "memory.meter=tensors", "use vram"]),
     (["memory.enforce=true", "memory.budget=paper", "model=resnet8", "method=fp32"], ["memory.budget=paper", "Table 1"]),
     (["dataset.evaluate_on=validation"], ["validation_fraction=0"]),
     (["dataset.train_size=50"], ["initial=96", "train_size=50"]),

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fabricated import check_whole, images, message_of, settings, write_class_folders, write_npz
 from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 
-from fabricated import check_whole, images, message_of, settings, write_class_folders, write_npz
 from triaccel_bench.data import load
 from triaccel_bench.sources import DataError
 

@@ -20,7 +20,9 @@ from triaccel_bench.trainer import Diverged
 def every_layer_each_probe(monkeypatch):
     """Probe without a price limit: how many layers fit in a share of time depends on the machine."""
     probe = HessianEstimator.probe
-    monkeypatch.setattr(HessianEstimator, "probe", lambda self, images, labels, budget: probe(self, images, labels, None))
+    monkeypatch.setattr(
+        HessianEstimator, "probe", lambda self, images, labels, budget: probe(self, images, labels, None)
+    )
 
 
 def weights(made) -> list[torch.Tensor]:
@@ -72,7 +74,10 @@ def test_probes_without_consequence_leave_the_run_bit_identical(every_layer_each
     for switch in ("true", "false"):
         made, run = trainer(
             settings(
-                "method=triaccel_batch", "epochs=3", f"method.curvature.rates={switch}", "method.curvature.alpha=0",
+                "method=triaccel_batch",
+                "epochs=3",
+                f"method.curvature.rates={switch}",
+                "method.curvature.alpha=0",
                 "method.curvature.every=3",
             )  # fmt: skip
         )
@@ -102,7 +107,9 @@ def test_batch_size_changes_take_effect_at_the_next_batch(monkeypatch):
         return indices
 
     monkeypatch.setattr(data.ElasticSampler, "take", recorded)
-    made, run = trainer(settings("method=triaccel_batch", "epochs=1", "method.control.interval=1", "method.batch.down=4"))
+    made, run = trainer(
+        settings("method=triaccel_batch", "epochs=1", "method.control.interval=1", "method.batch.down=4")
+    )
     trace = made.train()
     asked = [size for size, _ in taken]
     assert asked[1:] == [decision.batch_after for decision in trace.decisions][: len(asked) - 1]
@@ -141,7 +148,9 @@ def test_a_leftover_of_one_joins_its_neighbour_where_batch_norm_needs_two(name):
     chosen = compose([f"model={name}", "method=fp32", "device=cpu"])
     network = models.build(chosen.model, 10)
     precision.prepare(network)
-    engine = Engine(network, chosen.method, chosen.optimizer, Schedule(0.1, 0, 97), "torch", ["fp32"] * len(network.layers))
+    engine = Engine(
+        network, chosen.method, chosen.optimizer, Schedule(0.1, 0, 97), "torch", ["fp32"] * len(network.layers)
+    )
     engine.step(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))
     assert engine.read().steps_skipped == 0
 
@@ -220,7 +229,10 @@ class _Scripted:
     def readings(self):
         from triaccel_bench.meters import Readings
 
-        return Readings(None, None, None, None)
+        return Readings()
+
+    def headroom_bytes(self, peak_bytes):
+        return None
 
 
 def test_a_run_whose_last_epoch_is_dead_is_diverged_too():
@@ -237,3 +249,11 @@ def test_batch_bounds_are_the_controllers_and_not_the_remainders():
     (record,) = run.epochs
     assert (record.batch_min, record.batch_max, record.steps) == (16, 16, 4)
     assert record.batch_mean == 15.0
+
+
+def test_growth_is_held_against_what_is_free_beyond_the_peak(monkeypatch):
+    made, _ = trainer(settings("method=triaccel_batch", "epochs=1", "memory.budget=1.0"))
+    monkeypatch.setattr(made.meter, "headroom_bytes", lambda peak_bytes: 0)
+    trace = made.train()
+    assert {decision.batch_after for decision in trace.decisions} == {16}
+    assert all("0 bytes free" in decision.batch_reason for decision in trace.decisions)

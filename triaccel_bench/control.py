@@ -19,7 +19,6 @@ LEVELS = ("fp16", "bf16", "fp32")
 WINDOWS_BEFORE_AUTO = 2
 """Control windows of statistics before ``auto`` thresholds are taken from them."""
 
-
 LAYERS_BEFORE_AUTO = 0.5
 """Share of the layers whose spectrum must be known before ``auto`` takes tau_curv from them."""
 
@@ -37,6 +36,7 @@ class Signals:
     """MemUsage(t): peak of the last control window without the resident data set."""
     budget_bytes: int | None
     free_bytes: int | None = None
+    """By how much that peak could grow on this device."""
 
 
 @dataclass(frozen=True)
@@ -109,31 +109,36 @@ def decide(
         proposal = replace(proposal, promoted=promotions(signals.lambda_max, state.promoted, state.tau_curv))
 
     after = plan(proposal, executed_of)
-    changed = after != before
-    if changed:
+    executed_before, executed = tuple(map(executed_of, before)), tuple(map(executed_of, after))
+    if executed != executed_before:
+        # The quota is on what is executed: BF16 against FP16 on a card that runs both as FP16 costs nothing.
         changes = state.changes if state.changes_epoch == signals.epoch else 0
         if changes < rules.control.plan_changes_per_epoch:
-            state = replace(proposal, changes_epoch=signals.epoch, changes=changes + 1)
+            proposal = replace(proposal, changes_epoch=signals.epoch, changes=changes + 1)
         else:
-            after, changed = before, False
-    else:
-        state = proposal
+            proposal, after, executed = state, before, executed_before
+    state = proposal
 
     if rules.curvature.rates and signals.lambda_max is not None:
         state = replace(state, rates=rate_scales(signals.lambda_max, state.rates, rules.curvature))
 
     reason = "fixed"
     if rules.batch.elastic:
-        state, reason = next_batch(signals, state, rules.batch)
-    executed = tuple(map(executed_of, after))
-    return Decision(after, executed, state.promoted, state.rates, state.batch, reason, changed), state
+        resized, reason = next_batch(signals, state, rules.batch)
+        if executed != executed_before:
+            # The reading was of the old plan: it may tell B to shrink, but not what the new plan leaves room for,
+            # and the next reading will differ from it by more than what a rung adds.
+            if resized.batch > state.batch:
+                resized, reason = replace(resized, batch=state.batch), f"hold: the plan changes ({reason})"
+            resized = replace(resized, measured=None)
+        state = resized
+    return Decision(after, executed, state.promoted, state.rates, state.batch, reason, after != before), state
 
 
 def plan(state: State, executed_of: Callable[[str], str]) -> tuple[str, ...]:
     """The requested plan: the level by variance, one executed step wider where promoted."""
     return tuple(
-        wider(level, executed_of) if lifted else level
-        for level, lifted in zip(state.base, state.promoted, strict=True)
+        wider(level, executed_of) if lifted else level for level, lifted in zip(state.base, state.promoted, strict=True)
     )
 
 
@@ -246,7 +251,7 @@ def _assign(variance: Sequence[float], state: State, rules: PrecisionSettings) -
 
 
 def _thresholds(signals: Signals, state: State, rules: MethodSettings) -> State:
-    """Fix ``auto`` thresholds once from what was seen: tau_low/high after two windows, tau_curv once every layer has a value."""
+    """Fix ``auto`` thresholds once: tau_low/high after two windows, tau_curv once half of the layers were read."""
     if rules.precision.adaptive and state.tau_low is None and state.windows >= WINDOWS_BEFORE_AUTO:
         if signals.variance is not None and len(seen := _finite(signals.variance)) >= 2:
             state = replace(state, tau_low=_quantile(seen, 0.5), tau_high=_quantile(seen, 0.9))

@@ -160,9 +160,7 @@ class HessianEstimator:
         if name in self._vectors:
             start = unit(self._vectors[name].to(leaf)) + WARM_START_NOISE * start
         with self._products(name, leaf, images, labels, graph) as product:
-            spectrum, top = lanczos(
-                product, start, self._settings.k, allowed, self._settings.tolerance, random_unit
-            )
+            spectrum, top = lanczos(product, start, self._settings.k, allowed, self._settings.tolerance, random_unit)
         if spectrum.eigenvalues:
             self._vectors[name] = top.to("cpu", torch.float16)
         self._refreshes[name] += 1

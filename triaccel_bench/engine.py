@@ -31,6 +31,8 @@ _COUNTERS = (
     "consecutive_skips",
     "longest_skip_run",
 )
+_SUMS = _COUNTERS.index("consecutive_skips")
+"""The counters before it add up over steps."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Reading:
     samples_applied: int
     steps_skipped: int
     consecutive_skips: int
+    """Skipped steps up to now without an applied one between."""
     longest_skip_run: int
     learning_rate: float
     loss_scale: float
@@ -81,9 +84,7 @@ class Engine:
         self._track = method.precision.adaptive
         sizes = [parameter.numel() for parameter in self._parameters]
         self.moments = GradientMoments(sizes, layers, device, kernels, method.precision.beta, self._track)
-        self.sgd = FusedSGD(
-            self._parameters, layer_of, kernels, optimizer.momentum, optimizer.weight_decay
-        )
+        self.sgd = FusedSGD(self._parameters, layer_of, kernels, optimizer.momentum, optimizer.weight_decay)
         self._rates = torch.ones(layers, device=device)
         self._scale = torch.full((), self._scaling.initial, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
@@ -151,7 +152,7 @@ class Engine:
         batch = labels.shape[0]
         counted = torch.isfinite(loss).double() * batch
         correct = (logits.argmax(1) == labels).sum()
-        run, longest = self._counters[6], self._counters[7]
+        sums, run, longest = self._counters[:_SUMS], self._counters[_SUMS], self._counters[_SUMS + 1]
         run = (run + skipped) * skipped
         longest = torch.maximum(longest, run)
         ahead = torch.stack(
@@ -164,7 +165,7 @@ class Engine:
                 skipped,
             )
         )
-        self._counters = torch.cat((self._counters[:6] + ahead, run[None], longest[None]))
+        self._counters = torch.cat((sums + ahead, run[None], longest[None]))
 
     def read(self) -> Reading:
         """The one host read-back of a control step: everything in a single copy."""
@@ -174,19 +175,19 @@ class Engine:
         values = torch.cat(parts).tolist()
         counters = dict(zip(_COUNTERS, values, strict=False))
         loss_sum = counters.pop("loss_sum")
-        rest = values[len(_COUNTERS) :]
-        variance = tuple(rest[3:]) if self._track and rest[2] > 0 else None
+        learning_rate, loss_scale, *statistics = values[len(_COUNTERS) :]
+        variance = tuple(statistics[1:]) if self._track and statistics[0] > 0 else None
         return Reading(
             loss_sum=loss_sum,
             **{name: int(value) for name, value in counters.items()},
-            learning_rate=rest[0],
-            loss_scale=rest[1],
+            learning_rate=learning_rate,
+            loss_scale=loss_scale,
             variance=variance,
         )
 
     @torch.no_grad()
     def evaluate(self, batches) -> tuple[float, int, int]:
-        """(sum of losses, correct, samples) over ``(images, labels)`` batches, in evaluation mode, with the plan's casts."""
+        """(sum of losses, correct, samples) over ``(images, labels)`` batches: evaluation mode, the plan's casts."""
         module = self.network.module
         module.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self._counters.device)

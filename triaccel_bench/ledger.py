@@ -12,7 +12,7 @@ from triaccel_bench.curvature import LayerCurvature, Probe
 from triaccel_bench.engine import Reading
 from triaccel_bench.meters import Readings
 from triaccel_bench.models import Network
-from triaccel_bench.records import DecisionTrace, EpochRecord, LayerRecord, ProbeTrace, RunRecord, finite
+from triaccel_bench.records import DecisionTrace, LayerRecord, ProbeTrace, RunRecord, finite
 
 
 def epoch_figures(

@@ -7,7 +7,8 @@
     loop.step(loss, images, labels)          # in place of backward, optimizer.step and zero_grad
 
 It is the loop of the benchmark (same statistics, same decisions, same curvature) around an
-optimizer of yours. Whether FP32 layers may use TF32 is left to your own flags of ``torch.backends``. ``scripts/own_loop.py`` is a whole example.
+optimizer of yours. Whether FP32 layers may use TF32 is left to your own flags of
+``torch.backends``. ``scripts/own_loop.py`` is a whole example.
 """
 
 from __future__ import annotations

@@ -58,7 +58,6 @@ class Readings:
     reserved_bytes: int | None = None  # held by this process's allocator
     process_bytes: int | None = None  # what NVML attributes to this process, CUDA context included
     device_used_bytes: int | None = None  # everybody's use of the card, without the driver's own share
-    free_bytes: int | None = None  # what this process could still allocate; others' memory lowers it
 
 
 class CardState(NamedTuple):
@@ -90,7 +89,7 @@ class MemoryMeter:
         return Readings()
 
     def recording(self) -> AbstractContextManager[None]:
-        """Stands around forward and backward of a step, for a meter that must watch it."""
+        """Stands around a step, for a meter that must watch it."""
         return nullcontext()
 
 
@@ -131,12 +130,10 @@ class VramMeter(MemoryMeter):
 
     def readings(self) -> Readings:
         reserved = torch.cuda.memory_reserved(self._device)
-        free, _ = torch.cuda.mem_get_info(self._device)
         return Readings(
             reserved_bytes=reserved,
             process_bytes=_ask(self._nvml, lambda nvml, card: _process_bytes(nvml, card, at_least=reserved)),
             device_used_bytes=_ask(self._nvml, _device_used_bytes),
-            free_bytes=free + reserved - torch.cuda.memory_allocated(self._device),
         )
 
 

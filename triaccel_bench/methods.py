@@ -92,19 +92,22 @@ class Method:
 def resolve_budget(
     settings: Settings, hardware: Hardware, calibrate: Callable[[], int | None]
 ) -> tuple[int | None, str | None]:
-    """MemMax of section 3.3 in bytes and where it came from; ``(None, None)`` if the method does not use one.
+    """MemMax of section 3.3 in bytes and where it came from; ``(None, None)`` if nothing uses or can measure it.
 
     ``calibrate`` runs FP32 at B0 in this process and returns the meter's peak. ``Settings``
     refuses budgets that this cell or device does not have.
     """
     budget = settings.memory.budget
-    if not settings.uses_budget:
+    unmetered = settings.memory.meter == "vram" and hardware.total_bytes is None
+    if not settings.uses_budget or unmetered:
         return None, None
     if budget == "fp32":
         steps = settings.memory.calibration_steps
         return calibrate(), f"fp32: {steps} FP32 step{'s' * (steps != 1)} at B={settings.method.batch.initial}"
     if budget == "paper":
-        return printed_vram_bytes(settings.dataset.name, settings.model.name), "paper: FP32 VRAM of this cell in Table 1"
+        return printed_vram_bytes(
+            settings.dataset.name, settings.model.name
+        ), "paper: FP32 VRAM of this cell in Table 1"
     if budget == "device":
         return hardware.total_bytes, "device: total memory"
     return round(budget * 1e9), "set"

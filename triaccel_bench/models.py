@@ -31,7 +31,7 @@ class Network:
     layers: dict[str, nn.Module]
     """Named layers in order of definition, which is the order of the forward pass."""
     consumers: dict[str, str]
-    """For each layer the one that reads its result, through normalisation, activation or a join; the last reads its own."""
+    """For each layer the one that reads its result, through norms, activations or a join; the last reads its own."""
     joins: tuple[tuple[nn.Module, str], ...]
     """(module with a ``join_dtype``, name of the layer that consumes its result)."""
 
@@ -202,7 +202,7 @@ def _file_state(path: Path) -> dict[str, Tensor]:
 def _load(module: nn.Module, state: dict[str, Tensor], source: str) -> None:
     """Load every tensor but a classifier made for another number of classes."""
     own = module.state_dict()
-    head = ("fc." if isinstance(module, (ResNet, ResNet8)) else "classifier.")
+    head = "fc." if isinstance(module, (ResNet, ResNet8)) else "classifier."
     fits = {
         key: value
         for key, value in state.items()

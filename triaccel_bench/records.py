@@ -72,7 +72,7 @@ class EpochRecord(_Record):
     evaluation_accuracy_percent: float | None = None
     evaluation_samples: int = 0
     train_seconds: float
-    """Wall-clock of the training part: data, steps, controller, probes, plan changes; the device is idle at both ends."""
+    """Wall-clock of training: data, steps, controller, probes, plan changes; the device is idle at both ends."""
     evaluation_seconds: float = 0.0
     probe_seconds: float = 0.0
     steps: int

@@ -65,9 +65,7 @@ def seed_folder(settings: Settings, cell: str, seed: int) -> Path:
     return Path(settings.results.root) / f"{cell_label(settings).replace('/', '-')}-{cell}" / f"seed-{seed}"
 
 
-def _run_cell(
-    settings: Settings, label: str, device_name: str, reporter: Reporter, outcomes: list[Outcome]
-) -> None:
+def _run_cell(settings: Settings, label: str, device_name: str, reporter: Reporter, outcomes: list[Outcome]) -> None:
     cell = identity(settings, device_name)
     for seed in settings.seeds:
         folder = seed_folder(settings, cell, seed)
@@ -126,9 +124,7 @@ def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
     return run.status == "done"
 
 
-def _run_seed(
-    settings: Settings, seed: int, cell: str, folder: Path, reporter: Reporter
-) -> tuple[Status, str | None]:
+def _run_seed(settings: Settings, seed: int, cell: str, folder: Path, reporter: Reporter) -> tuple[Status, str | None]:
     def receive(kind: str, payload) -> None:
         if kind == "progress":
             reporter.progress(payload)

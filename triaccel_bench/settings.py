@@ -223,10 +223,12 @@ class Settings(_Section):
         if self.device == "cpu" and self.kernels == "triton":
             raise ValueError("device=cpu and kernels=triton: expected a CUDA device for Triton; use kernels=auto")
         if self.memory.enforce and self.device == "cpu":
-            raise ValueError("memory.enforce=true and device=cpu: expected a CUDA device to cap; use memory.enforce=false")
+            raise ValueError(
+                "memory.enforce=true and device=cpu: expected a CUDA device to cap; use memory.enforce=false"
+            )
         if self.memory.enforce and self.memory.meter == "tensors":
             raise ValueError(
-                "memory.enforce=true and memory.meter=tensors: expected a meter of what is capped; use memory.meter=vram"
+                "memory.enforce=true and memory.meter=tensors: expected the meter of what is capped; use vram"
             )
         train_size = self.dataset.train_size
         if train_size is not None and self.method.batch.initial > train_size:
@@ -305,7 +307,7 @@ def _sentences(error: ValidationError) -> list[str]:
 
 
 def _expectation(item: dict[str, Any], key: str) -> str:
-    """"expected ...", to stand behind the key and its value, or a whole sentence."""
+    """ "expected ...", to stand behind the key and its value, or a whole sentence."""
     kind, value = item["type"], item["input"]
     if kind == "value_error":
         return str(item["ctx"]["error"])

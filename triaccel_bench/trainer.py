@@ -99,7 +99,7 @@ class Trainer:
         return network, method, engine
 
     def _scratch(self, level: str | None, steps: int) -> int | None:
-        """Train a throw-away copy at B0 under one requested dtype (``None``: the method's) and return the meter's peak."""
+        """Train a throw-away copy at B0 in one requested dtype (``None``: the method's); returns the meter's peak."""
         torch.manual_seed(self.seed)
         network, method, engine = self._assemble()
         if level is not None:
@@ -114,12 +114,10 @@ class Trainer:
         indices = torch.arange(batch, device=self.hardware.device)
         for _ in range(steps):
             with meter.recording():
-                images, labels = self.data.train_batch(indices, draws)
-                loss, logits = engine.forward_backward(images, labels)
-            engine.update(loss, logits, labels)
+                engine.step(*self.data.train_batch(indices, draws))
         self.clock.read()
         peak = meter.window_peak_bytes()
-        del network, method, engine, meter, images, labels, loss, logits
+        del network, method, engine, meter
         gc.collect()
         if self.hardware.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -152,9 +150,9 @@ class Trainer:
         probe_seconds = 0.0
         sizes: list[int] = []
         chosen: list[int] = []
-        sampler = ElasticSampler(self.data.train_count, self.seed, epoch, self.hardware.device)
         started = self.clock.read()
         earlier_seconds = self.training_seconds
+        sampler = ElasticSampler(self.data.train_count, self.seed, epoch, self.hardware.device)
         draws = draw(self.data.train_count, self.settings.dataset, self.seed, epoch, self.hardware.device)
         while sampler.remaining:
             indices = sampler.take(self.method.decision.batch)
@@ -198,9 +196,7 @@ class Trainer:
     def _train_step(self, indices: torch.Tensor, draws) -> None:
         recording = self.meter.recording() if self._record_next else nullcontext()
         with recording:
-            images, labels = self.data.train_batch(indices, draws)
-            loss, logits = self.engine.forward_backward(images, labels)
-        self.engine.update(loss, logits, labels)
+            self.engine.step(*self.data.train_batch(indices, draws))
         self._record_next = False
         self.step += 1
 
@@ -227,13 +223,13 @@ class Trainer:
         return seconds
 
     def _control(self, epoch: int, share_of_epoch: float, epoch_start: Reading) -> bool:
-        """One control step (section 3.4): one read-back, one decision, put in force. Returns whether the plan changed."""
+        """One control step (section 3.4): one read-back, one decision, put in force. Returns whether the plan did."""
         reading = self.engine.read()
         self._check(reading)
         self._close_window()
         memory_bytes, self.peaks.window = self.peaks.window, None
         self.peaks.epoch = _largest(self.peaks.epoch, memory_bytes)
-        free_bytes = self.meter.readings().free_bytes
+        free_bytes = self._headroom_bytes(memory_bytes)
         before = self.method.decision
         signals, decision = self.method.decide(epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes)
         if decision.executed != before.executed:
@@ -244,10 +240,15 @@ class Trainer:
         self._record_next = True
         self.trace.decisions.append(ledger.decision_trace(self.step, signals, before, decision))
         done = epoch - 1 + share_of_epoch
-        self.emit(
-            "progress", ledger.progress(done, self.settings.epochs, epoch_start, reading, decision, memory_bytes)
-        )
+        self.emit("progress", ledger.progress(done, self.settings.epochs, epoch_start, reading, decision, memory_bytes))
         return decision.plan_changed
+
+    def _headroom_bytes(self, peak_bytes: int | None) -> int | None:
+        """By how much the peak could grow: what the card has left, and under ``memory.enforce`` what the cap leaves."""
+        found = None if peak_bytes is None else self.meter.headroom_bytes(peak_bytes)
+        if found is not None and self.settings.memory.enforce:
+            found = min(found, self.budget_bytes - peak_bytes)
+        return found
 
     def _close_window(self) -> None:
         self.peaks.window = _largest(self.peaks.window, self.meter.window_peak_bytes())
@@ -275,4 +276,3 @@ class Trainer:
 
 def _largest(*values: int | None) -> int | None:
     return max((value for value in values if value is not None), default=None)
-

@@ -105,6 +105,8 @@ def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecor
     except torch.OutOfMemoryError as error:
         batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
         run.status, run.reason = "oom", f"does not fit at batch {batch}: {str(error).splitlines()[0]}"
+        if trainer:
+            trainer.finish()
     except Exception as error:
         _fail(run, error, emit)
     return trainer.trace if trainer else None
