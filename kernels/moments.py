@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
 from triaccel_bench.kernels.backend import require_backend, tl, triton
 from triaccel_bench.kernels.segments import AddressTable, Segments, is_dense
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from triaccel_bench.kernels import moments as moments_module
 from triaccel_bench.kernels import segments
 from triaccel_bench.kernels.backend import INTERPRETED, require_backend, triton
