@@ -42,7 +42,10 @@ SCORE_TEXT = (
 )
 NO_SCORE_TEXT = "No scores: they need VRAM."
 BATCH_TEXT = "Batch: samples a step, mean (smallest-largest) where it moved. Executed: layers by dtype at the end."
-REDUCTION_TEXT = "Reduction = 1 - mean / mean of FP32 on the same device with the same settings."
+REDUCTION_TEXT = (
+    "Reduction = 1 - mean / mean of FP32 on the same device with the same settings. The maximum is over the whole run, "
+    "curvature probes and the first steps at B0 included: a batch that only shrinks from there saves nothing here."
+)
 
 
 @dataclass(frozen=True)
