@@ -26,7 +26,7 @@ LEVELS = {
     2: {"precision", "control", "cells", "terminal", "configuration", "progress"},
     3: {"engine", "footers", "sheet"},
     4: {"ledger", "methods", "tables"},
-    5: {"trainer", "library"},
+    5: {"trainer", "loop"},
     6: {"worker"},
     7: {"runner"},
     8: {"cli", "tables_cli"},

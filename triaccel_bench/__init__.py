@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __version__ = "0.1.0"
 
-_EXPORTS = {"TriAccel": "triaccel_bench.library"}
+_EXPORTS = {"TriAccel": "triaccel_bench.loop"}
 __all__ = ["TriAccel", "__version__"]
 
 

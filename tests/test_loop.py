@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from triaccel_bench import TriAccel, library
+from triaccel_bench import TriAccel
+from triaccel_bench import loop as loop_module
 from triaccel_bench.meters import MemoryMeter
 from triaccel_bench.methods import Method
 
@@ -65,7 +66,7 @@ def test_a_layers_rate_holds_for_the_step_and_no_longer():
 def test_a_probes_peak_is_no_usage_of_training(monkeypatch, by_the_probe, expected):
     """900 of 1000 bytes lie in the band and 100 below it: what only the probe needed must not hold B back."""
     meter = Meter()
-    monkeypatch.setattr(library, "open_meter", lambda *arguments: meter)
+    monkeypatch.setattr(loop_module, "open_meter", lambda *arguments: meter)
 
     def probe(self, *arguments):
         meter.peak = 900 if by_the_probe else 100
