@@ -16,7 +16,7 @@ from tiny import settings
 
 from triaccel_bench import cli, runner
 from triaccel_bench.identity import RESULTS_VERSION, identity
-from triaccel_bench.progress import Silent
+from triaccel_bench.progress import Reporter
 from triaccel_bench.records import planned_run, write_run
 
 COMMAND = [sys.executable, "-m", "triaccel_bench.cli"]
@@ -174,7 +174,7 @@ def test_a_folder_of_a_seed_that_cannot_be_made_is_refused(tmp_path, monkeypatch
     monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
     chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
     runner.seed_folder(chosen, identity(chosen, "cpu"), 0).parent.touch()
-    (outcome,) = runner.run_cells([chosen], Silent())
+    (outcome,) = runner.run_cells([chosen], Reporter())
     assert outcome.status == "refused" and "name another by results.root" in outcome.reason
 
 
@@ -210,7 +210,7 @@ def test_a_diverged_run_fails_the_command_and_is_named(tmp_path, run):
 
 
 def test_a_run_whose_process_was_killed_fails_with_its_reason(tmp_path):
-    class Killer(Silent):
+    class Killer(Reporter):
         def epoch(self, payload, epochs):
             os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
 
@@ -295,7 +295,7 @@ def test_a_second_command_waits_for_the_first_and_reuses_its_record(tmp_path, mo
     fcntl.flock(first, fcntl.LOCK_EX)
     said = []
 
-    class First(Silent):
+    class First(Reporter):
         def line(self, text):
             said.append(text)
             if "waiting" in text:
@@ -324,7 +324,7 @@ def test_a_record_that_does_not_answer_is_run_again(tmp_path, monkeypatch, damag
     (folder / ".run.json.half").touch()
     said, asked = [], []
 
-    class Listening(Silent):
+    class Listening(Reporter):
         def line(self, text):
             said.append(text)
 

@@ -6,8 +6,9 @@ import pytest
 from measured import epoch, papers_table1, provenance, run, write
 
 from triaccel_bench import paper
+from triaccel_bench.layout import to_markdown
 from triaccel_bench.results import Results, read_results
-from triaccel_bench.tables import audit_table, table1, table2, to_markdown
+from triaccel_bench.tables import audit_table, table1, table2
 
 
 def column(table, name):

@@ -31,7 +31,7 @@ from triaccel_bench.results import read_results
 from triaccel_bench.runner import Outcome, Refused, run_cells
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.tables import table1
-from triaccel_bench.terminal import render_terminal
+from triaccel_bench.terminal import render_terminal, silence_output
 
 _LOCAL_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
@@ -94,9 +94,8 @@ def run(arguments: list[str]) -> int:
         print("triaccel-bench: interrupted; finished seeds are kept, run the same command to go on", file=sys.stderr)
         return 130
     except OSError as error:
-        # Runs report their own faults: this is our output, closed by its reader or on a full disk. What
-        # is still buffered must not fail again when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # Runs report their own faults: this is our output, closed by its reader or on a full disk.
+        silence_output()
         print(
             f"triaccel-bench: output closed ({error}); finished seeds are kept, run the same command to go on",
             file=sys.stderr,

@@ -109,7 +109,6 @@ class HessianEstimator:
         self._settings = settings
         self._seed = seed
         self._now = now
-        self._priced = True
         self._turns = list(layers)
         self._refreshes = dict.fromkeys(layers, 0)
         self._vectors: dict[str, Tensor] = {}
@@ -136,20 +135,19 @@ class HessianEstimator:
             torch.cuda.synchronize(device)
         begun = self._now()
         spectra: dict[str, Spectrum] = {}
-        self._priced = budget_seconds is not None
         with _leaving_no_trace(self._objective, device), self._captured(images, labels) as graph:
             for name in tuple(self._turns):
+                allowed = self._iterations(name, priced=budget_seconds is not None)
                 if spectra and budget_seconds is not None:
-                    if self._now() - begun + self._predicted_seconds(name) > budget_seconds:
+                    if self._now() - begun + self._predicted_seconds(name, allowed) > budget_seconds:
                         break
-                spectra[name] = self._refresh(name, images, labels, graph)
+                spectra[name] = self._refresh(name, allowed, images, labels, graph)
         products = sum(spectrum.iterations for spectrum in spectra.values())
         return Probe(tuple(spectra), tuple(spectra.values()), self._now() - begun, products)
 
-    def _refresh(self, name: str, images: Tensor, labels: Tensor, graph: Graph | None) -> Spectrum:
+    def _refresh(self, name: str, allowed: int, images: Tensor, labels: Tensor, graph: Graph | None) -> Spectrum:
         begun = self._now()
         leaf = self._leaf(name)
-        allowed = self._iterations(name)
         generator = torch.Generator(leaf.device)
         generator.manual_seed(zlib.crc32(f"{self._seed} {name} {self._refreshes[name]}".encode()))
 
@@ -171,16 +169,16 @@ class HessianEstimator:
         self._seconds_per_product = seconds / spectrum.iterations
         return spectrum
 
-    def _predicted_seconds(self, name: str) -> float:
+    def _predicted_seconds(self, name: str, allowed: int) -> float:
         if name in self._last_turns:
-            seconds, allowed = self._last_turns[name]
-            return seconds * self._iterations(name) / allowed
-        products = most_products(self._leaf(name).numel(), self._settings.k, self._iterations(name))
+            seconds, allowed_then = self._last_turns[name]
+            return seconds * allowed / allowed_then
+        products = most_products(self._leaf(name).numel(), self._settings.k, allowed)
         return products * self._seconds_per_product
 
-    def _iterations(self, name: str) -> int:
+    def _iterations(self, name: str, priced: bool) -> int:
         """Breadth first: within a price, a first look at every layer comes before a second at any."""
-        first = self._priced and not self._refreshes[name]
+        first = priced and not self._refreshes[name]
         return min(self._settings.k, self._settings.iterations) if first else self._settings.iterations
 
     def _leaf(self, name: str) -> Tensor:

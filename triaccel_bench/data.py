@@ -80,8 +80,8 @@ def _read(dataset: DatasetSettings) -> Arrays:
             )
         return _digits(dataset.image_size) if dataset.name == "digits" else _synthetic(dataset)
     if dataset.path is not None:
-        return read_path(Path(dataset.path).expanduser(), dataset.name, dataset.image_size)
-    return read_cifar(dataset.name, Path(dataset.root).expanduser(), dataset.download, dataset.mirrors)
+        return read_path(Path(dataset.path), dataset.name, dataset.image_size)
+    return read_cifar(dataset.name, Path(dataset.root), dataset.download, dataset.mirrors)
 
 
 def _check(

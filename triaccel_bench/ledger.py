@@ -22,8 +22,8 @@ def epoch_figures(
     newest = [found.spectrum.eigenvalues[0] for found in curvature.values()]
     samples = now.samples - before.samples
     return {
-        "train_loss": mean(now.loss_sum - before.loss_sum, now.loss_samples - before.loss_samples),
-        "train_accuracy_percent": mean(100.0 * (now.correct - before.correct), samples),
+        "train_loss": _mean(now.loss_sum - before.loss_sum, now.loss_samples - before.loss_samples),
+        "train_accuracy_percent": _mean(100.0 * (now.correct - before.correct), samples),
         "steps_skipped": now.steps_skipped - before.steps_skipped,
         "learning_rate_last": now.learning_rate,
         "loss_scale_last": now.loss_scale if "fp16" in decision.executed else None,
@@ -91,8 +91,8 @@ def progress(
     """What a live display shows at a control step; loss and accuracy are the epoch's so far."""
     return {
         "share": epochs_done / epochs,
-        "loss": mean(now.loss_sum - since.loss_sum, now.loss_samples - since.loss_samples),
-        "accuracy_percent": mean(100.0 * (now.correct - since.correct), now.samples - since.samples),
+        "loss": _mean(now.loss_sum - since.loss_sum, now.loss_samples - since.loss_samples),
+        "accuracy_percent": _mean(100.0 * (now.correct - since.correct), now.samples - since.samples),
         "batch": after.batch,
         "memory_bytes": memory_bytes,
         "layers_executed": dict(Counter(after.executed)),
@@ -130,7 +130,7 @@ def fill_final_state(
         run.layers.append(record)
 
 
-def mean(total: float, count: int) -> float | None:
+def _mean(total: float, count: int) -> float | None:
     return finite(total / count) if count else None
 
 

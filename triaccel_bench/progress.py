@@ -5,14 +5,18 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from triaccel_bench.labels import layer_mix
 
 MEMORY_LABEL = {"vram": "VRAM", "tensors": "tensors (not VRAM)", "off": "VRAM"}
 
 
-class Reporter(Protocol):
+class Reporter(AbstractContextManager):
+    """Says nothing; what the others say, they add."""
+
+    def __exit__(self, *exception) -> None: ...
+
     def start(self, label: str, meter: str) -> None:
         """A run begins; ``meter`` is the setting ``memory.meter``."""
 
@@ -23,19 +27,7 @@ class Reporter(Protocol):
     def line(self, text: str) -> None: ...
 
 
-class Silent(AbstractContextManager):
-    def __exit__(self, *exception) -> None: ...
-
-    def start(self, label: str, meter: str) -> None: ...
-
-    def progress(self, payload: dict[str, Any]) -> None: ...
-
-    def epoch(self, payload: dict[str, Any], epochs: int) -> None: ...
-
-    def line(self, text: str) -> None: ...
-
-
-class Plain(Silent):
+class Plain(Reporter):
     """One line an epoch and a note; never wrapped, never cut."""
 
     def __init__(self, now=time.monotonic) -> None:
@@ -96,10 +88,10 @@ class Live(Plain):
         self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def open_reporter(kind: str) -> Silent:
+def open_reporter(kind: str) -> Reporter:
     """``auto`` is live on a terminal and plain in a pipe, a log or a notebook cell."""
     if kind == "none" or sys.stdout is None:
-        return Silent()
+        return Reporter()
     if kind == "rich" or (kind == "auto" and sys.stdout.isatty()):
         return Live()
     return Plain()

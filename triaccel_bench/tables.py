@@ -15,17 +15,11 @@ from triaccel_bench import footers, paper
 from triaccel_bench.cells import Cell, baseline, why_no_baseline
 from triaccel_bench.footers import NOT_MEASURED
 from triaccel_bench.labels import configuration_label, is_whole, method_label
-from triaccel_bench.layout import Table, to_csv, to_latex, to_markdown
+from triaccel_bench.layout import Table
 from triaccel_bench.paper import BYTES_PER_GB
-from triaccel_bench.results import Results, read_results
+from triaccel_bench.results import Results
 from triaccel_bench.sheet import Sheet
 from triaccel_bench.stats import Mean
-from triaccel_bench.terminal import render_terminal
-
-__all__ = [
-    "Results", "Table", "audit_table", "read_results", "render_terminal", "table1", "table2",
-    "to_csv", "to_latex", "to_markdown",
-]  # fmt: skip
 
 LABELS1 = ("Dataset", "Architecture", "Method")
 LABELS2 = ("Dataset", "Architecture", "Configuration")

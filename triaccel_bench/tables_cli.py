@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from triaccel_bench.layout import to_csv, to_latex, to_markdown
 from triaccel_bench.records import write_atomically
+from triaccel_bench.results import Results, read_results
 from triaccel_bench.stats import why_excluded
-from triaccel_bench.tables import (
-    Results,
-    audit_table,
-    read_results,
-    render_terminal,
-    table1,
-    table2,
-    to_csv,
-    to_latex,
-    to_markdown,
-)
+from triaccel_bench.tables import audit_table, table1, table2
+from triaccel_bench.terminal import render_terminal, silence_output
 
 DONE, NOTHING_USABLE, REFUSED = 0, 1, 2
 
@@ -42,17 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except (BrokenPipeError, SystemExit):
         # rich answers a closed pipe with SystemExit.
-        _silence_output()
+        silence_output()
         return DONE
     except OSError as error:
-        _silence_output()
+        silence_output()
         print(f"Standard output: expected it to take the tables, got {error}", file=sys.stderr)
         return REFUSED
-
-
-def _silence_output() -> None:
-    # Python flushes what is left as it ends, and would show that failure too.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(options: argparse.Namespace) -> int:

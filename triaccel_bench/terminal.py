@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,11 @@ _GAP = 2
 
 _LONGEST_WORD = 24
 """A longer word may be folded inside."""
+
+
+def silence_output() -> None:
+    """For an output that failed: Python flushes what is left as it ends, and would show that failure too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def render_terminal(table: Table, file: TextIO | None = None) -> None:

@@ -18,7 +18,7 @@ from triaccel_bench import ledger, models, precision
 from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet, draw
 from triaccel_bench.engine import Engine, Reading
 from triaccel_bench.hardware import Hardware, executed_dtype
-from triaccel_bench.meters import Clock, open_meter
+from triaccel_bench.meters import Clock, MemoryMeter, open_meter
 from triaccel_bench.methods import Method, resolve_budget
 from triaccel_bench.records import EpochRecord, RunRecord, Trace, finite
 from triaccel_bench.schedule import batch_rate_factor, make_schedule
@@ -73,9 +73,7 @@ class Trainer:
 
         torch.manual_seed(seed)
         self.network, self.method, self.engine = self._assemble()
-        self.meter = open_meter(
-            settings.memory.meter, hardware, self.data.bytes, self.network.module, self.engine.state_bytes
-        )
+        self.meter = self._meter_of(self.engine)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers))
         self.peaks = _Peaks()
@@ -98,6 +96,11 @@ class Trainer:
         )
         return network, method, engine
 
+    def _meter_of(self, engine: Engine) -> MemoryMeter:
+        return open_meter(
+            self.settings.memory.meter, self.hardware, self.data.bytes, engine.network.module, engine.state_bytes
+        )
+
     def _scratch(self, level: str | None, steps: int) -> int | None:
         """Train a throw-away copy at B0 in one requested dtype (``None``: the method's); returns the meter's peak."""
         torch.manual_seed(self.seed)
@@ -105,9 +108,7 @@ class Trainer:
         if level is not None:
             executed = executed_dtype(level, self.hardware, self.settings.method.precision)
             engine.set_plan([executed] * len(network.layers))
-        meter = open_meter(
-            self.settings.memory.meter, self.hardware, self.data.bytes, network.module, engine.state_bytes
-        )
+        meter = self._meter_of(engine)
         meter.begin_window()
         draws = draw(self.data.train_count, self.settings.dataset, self.seed, 0, self.hardware.device)
         batch = min(self.settings.method.batch.initial, self.data.train_count)
