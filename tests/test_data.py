@@ -11,6 +11,14 @@ from torchvision.transforms import functional as reference
 
 from triaccel_bench.data import MIN_LEFTOVER, DeviceData, ElasticSampler, ImageSet, draw, load
 
+PLACES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+
 
 def image_set(count: int, side: int = 32) -> ImageSet:
     x = torch.from_numpy(images(count + 10, side)).permute(0, 3, 1, 2).contiguous()
@@ -76,6 +84,13 @@ def test_taking_is_slicing():
     first, second = sampler.take(30), sampler.take(20)
     assert first.dtype == torch.int64
     assert second.data_ptr() == first.data_ptr() + 30 * 8
+
+
+def test_an_order_on_the_device_is_handed_out_as_it_stands():
+    order = torch.arange(99, -1, -1)
+    sampler = ElasticSampler(100, 0, 0, "cpu", order)
+    assert sampler.take(30).data_ptr() == order.data_ptr()
+    assert torch.equal(sampler.take(65), order[30:]) and sampler.remaining == 0
 
 
 def test_sampler_refuses_to_go_past_the_end_and_empty_batches():
@@ -187,6 +202,107 @@ def test_nothing_on_the_training_path_needs_a_value_on_the_host():
     draws = draw(40, dataset, 0, 0, "meta")
     assert data.train_batch(sampler.take(16), draws)[0].shape == (16, 3, 48, 48)
     assert data.plain_batch(sampler.take(16))[0].shape == (16, 3, 48, 48)
+    x, y = data.input_buffers(24)
+    data.fill(x, y, data.begin_epoch(0, 1).take(24))
+
+
+def written_out(source: ImageSet, dataset, indices, draws) -> torch.Tensor:
+    """Training images by the arithmetic, in its order: a table or a kernel must not change a bit."""
+    side, mean, std = source.x_train.shape[-1], torch.tensor(dataset.mean), torch.tensor(dataset.std)
+    padded = torch.nn.functional.pad(source.x_train, [dataset.crop_padding] * 4)
+    crops = [
+        padded[i, :, draws.top[i] : draws.top[i] + side, draws.left[i] : draws.left[i] + side] for i in indices.tolist()
+    ]
+    pixels = torch.stack([crop.flip(-1) if draws.flip[i] else crop for i, crop in zip(indices.tolist(), crops)])
+    return pixels.float().div_(255).sub_(mean.view(3, 1, 1)).div_(std.view(3, 1, 1))
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_filled_buffers_hold_the_batch_of_the_current_epoch(dtype, channels_last):
+    dataset, source = settings(), image_set(60)
+    data = DeviceData(source, dataset, 32, "cpu", channels_last=channels_last)
+    x, y = data.input_buffers(33, dtype)
+    assert x.dtype == dtype and x.shape == (33, 3, 32, 32) and y.dtype == torch.int64 and y.shape == (33,)
+    assert x.is_contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
+    for epoch in (1, 2):
+        indices = data.begin_epoch(7, epoch).take(33)
+        draws = draw(60, dataset, 7, epoch, "cpu")
+        assert torch.equal(indices, ElasticSampler(60, 7, epoch, "cpu").take(33))
+        data.fill(x, y, indices)
+        expected = written_out(source, dataset, indices, draws)
+        assert torch.equal(x, expected.to(dtype)) and torch.equal(y, source.y_train[indices])
+        assert torch.equal(data.train_batch(indices, draws)[0], expected)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_epochs_state_stays_where_it_is_and_holds_the_draws(place):
+    dataset = settings()
+    data = DeviceData(image_set(60), dataset, 32, place)
+    state = (data.order, data.flip, data.top, data.left)
+    addresses = [tensor.data_ptr() for tensor in state]
+    assert [tensor.dtype for tensor in state] == [torch.int64, torch.bool, torch.int16, torch.int16]
+    data.prepare(0, 1)
+    assert data.order.tolist() == list(range(60)) and not data.flip.any(), "preparing changed the current epoch"
+    # As prepared, prepared for another epoch in vain, prepared twice, not prepared, and one of another seed.
+    for seed, epoch, prepared in ((0, 1, []), (0, 2, [3]), (0, 3, [3, 3]), (0, 4, []), (1, 4, [4])):
+        for other in prepared:
+            data.prepare(0, other)
+        sampler = data.begin_epoch(seed, epoch)
+        expected = draw(60, dataset, seed, epoch, "cpu")
+        assert torch.equal(data.order.cpu(), ElasticSampler(60, seed, epoch, "cpu").take(60))
+        assert torch.equal(data.flip.cpu(), expected.flip)
+        assert torch.equal(data.top.cpu().long(), expected.top) and torch.equal(data.left.cpu().long(), expected.left)
+        assert [tensor.data_ptr() for tensor in (data.order, data.flip, data.top, data.left)] == addresses
+        assert sampler.take(20).data_ptr() == addresses[0] and sampler.remaining == 40
+
+
+def test_before_the_first_epoch_samples_come_as_they_are():
+    data = DeviceData(image_set(20), settings(), 32, "cpu")
+    x, y = data.input_buffers(20)
+    data.fill(x, y, data.order)
+    plain = data.plain_batch(torch.arange(20))
+    assert torch.equal(x, plain[0]) and torch.equal(y, plain[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_captured_batch_follows_the_epochs(kernels):
+    dataset, source = settings(), image_set(200)
+    data = DeviceData(source, dataset, 32, "cuda", kernels, channels_last=True)
+    x, y = data.input_buffers(96, torch.float16)
+    indices = torch.empty(96, dtype=torch.int64, device="cuda")
+    indices.copy_(data.begin_epoch(0, 0).take(96))
+    data.fill(x, y, indices)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        data.fill(x, y, indices)
+    for epoch in (1, 2):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            data.prepare(0, epoch)
+            indices.copy_(data.begin_epoch(0, epoch).take(96))
+            graph.replay()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        taken = ElasticSampler(200, 0, epoch, "cpu").take(96)
+        expected = written_out(source, dataset, taken, draw(200, dataset, 0, epoch, "cpu"))
+        assert torch.equal(x.cpu(), expected.half()) and torch.equal(y.cpu(), source.y_train[taken])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_draws_are_not_overwritten_before_they_are_copied():
+    data = DeviceData(image_set(1000), settings(), 32, "cuda")
+    seen = []
+    torch.cuda._sleep(200_000_000)
+    for epoch in range(20):
+        data.begin_epoch(0, epoch)
+        seen.append(data.order.clone())
+    for epoch, order in enumerate(seen):
+        assert torch.equal(order.cpu(), ElasticSampler(1000, 0, epoch, "cpu").take(1000))
 
 
 @pytest.mark.gpu
@@ -203,7 +319,7 @@ def test_no_synchronisation_on_the_device_and_equal_to_the_cpu():
             result[device] = data.train_batch(sampler.take(96), draws)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(result["cuda"][0].cpu(), result["cpu"][0], rtol=0, atol=1e-6)
+    assert torch.equal(result["cuda"][0].cpu(), result["cpu"][0])
     assert torch.equal(result["cuda"][1].cpu(), result["cpu"][1])
 
 
@@ -215,6 +331,16 @@ def test_evaluation_sees_every_image_once_in_order(size):
     assert torch.equal(y, source.y_eval) and len(batches) == -(-10 // size)
     expected = reference.normalize(source.x_eval.float() / 255, settings().mean, settings().std)
     torch.testing.assert_close(x, expected, rtol=0, atol=1e-6)
+
+
+def test_evaluation_batches_come_in_the_dtype_and_layout_asked_for():
+    source = image_set(20)
+    (whole, _), (x, y) = (
+        next(DeviceData(source, settings(), 32, "cpu", channels_last=last).eval_batches(7, dtype))
+        for last, dtype in ((False, torch.float32), (True, torch.float16))
+    )
+    assert torch.equal(x, whole.half()) and x.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(y, source.y_eval[:7])
 
 
 def test_plain_batch_is_the_stored_image_normalised_and_resized():
@@ -230,6 +356,7 @@ def test_counts_and_resident_bytes():
     data = DeviceData(image_set(40), settings(), 224, "cpu")
     assert (data.train_count, data.eval_count) == (40, 10)
     assert data.bytes == 50 * (3 * 32 * 32 + 8)
+    assert sum(tensor.nbytes for tensor in (data.order, data.flip, data.top, data.left)) == 40 * 13
 
 
 def test_digits_are_a_fixed_stratified_split():

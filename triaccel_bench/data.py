@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from triaccel_bench.kernels.batch import LEVELS, BatchAssembler
 from triaccel_bench.settings import DatasetSettings
 from triaccel_bench.sources import Arrays, DataError, read_cifar, read_path
 
@@ -187,6 +188,10 @@ def _generator(seed: int, epoch: int, stream: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state[0]) >> 1)
 
 
+def _permutation(n: int, seed: int, epoch: int) -> Tensor:
+    return torch.randperm(n, generator=_generator(seed, epoch, _ORDER))
+
+
 class ElasticSampler:
     """One epoch's permutation of ``n`` samples, handed out in batches of whatever size is asked for next.
 
@@ -194,10 +199,14 @@ class ElasticSampler:
     samples takes them too, so a batch holds up to ``MIN_LEFTOVER - 1`` more than asked for.
     There is no length: the number of batches is known when the epoch ends. To go on within
     an epoch, take ``taken`` samples from a new sampler of the same seed and epoch.
+
+    Args:
+        order: int64 ``[n]``, this epoch's permutation where it already lies on the device
+            (``DeviceData.order``); ``None`` draws it and moves it there.
     """
 
-    def __init__(self, n: int, seed: int, epoch: int, device: torch.device | str) -> None:
-        self._order = torch.randperm(n, generator=_generator(seed, epoch, _ORDER)).to(device)
+    def __init__(self, n: int, seed: int, epoch: int, device: torch.device | str, order: Tensor | None = None) -> None:
+        self._order = _permutation(n, seed, epoch).to(device) if order is None else order
         self._n = n
         self.taken = 0
 
@@ -206,7 +215,7 @@ class ElasticSampler:
         return self._n - self.taken
 
     def take(self, size: int) -> Tensor:
-        """The next indices, int64 [size .. size + MIN_LEFTOVER - 1], or fewer at the end; never waits for the device.
+        """The next indices, int64 [size .. size + MIN_LEFTOVER - 1], or fewer at the end: a view of the order.
 
         Raises:
             ValueError: ``size`` is below 1.
@@ -239,45 +248,112 @@ def draw(n: int, dataset: DatasetSettings, seed: int, epoch: int, device: torch.
 
 
 class DeviceData:
-    """An ``ImageSet`` kept on the device as uint8.
+    """An ``ImageSet`` kept on the device as uint8, and the current epoch's order and augmentation beside it.
 
-    Batches leave it as normalised float32 [B, 3, input_size, input_size] and labels int64 [B];
-    ``bytes`` is what images and labels occupy there.
+    Batches leave it normalised, [B, 3, input_size, input_size], with labels int64 [B]. One with
+    draws is gathered, cropped from the zero-padded image, flipped, normalised and resized, and
+    nothing waits for the device.
+
+    Args:
+        kernels: ``"triton"`` (one launch a batch) or ``"torch"`` (the reference).
+        channels_last: the memory layout of the batches; False is contiguous.
+
+    Attributes:
+        bytes: what images and labels occupy. The epoch's state below is not counted: it belongs to
+            training, like an optimizer's, and takes 13 bytes a sample (0.65 MB for CIFAR-10).
+        order: int64 ``[train_count]``, the epoch's permutation.
+        flip, top, left: bool, int16 and int16 ``[train_count]``, its augmentation by sample index.
+
+    These four never move, so that a captured graph finds each epoch's values in them. Before the
+    first ``begin_epoch`` they hold the samples in order, neither flipped nor shifted.
+
+    Raises:
+        ValueError: ``kernels`` cannot run on the device.
     """
 
-    def __init__(self, images: ImageSet, dataset: DatasetSettings, input_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        images: ImageSet,
+        dataset: DatasetSettings,
+        input_size: int,
+        device: torch.device | str,
+        kernels: str = "torch",
+        channels_last: bool = False,
+    ) -> None:
         self.x_train, self.y_train = images.x_train.to(device), images.y_train.to(device)
         self.x_eval, self.y_eval = images.x_eval.to(device), images.y_eval.to(device)
         self.bytes = sum(tensor.nbytes for tensor in (self.x_train, self.y_train, self.x_eval, self.y_eval))
         self.train_count, self.eval_count = len(self.y_train), len(self.y_eval)
-        self.mean = torch.tensor(dataset.mean, device=device).view(3, 1, 1)
-        self.std = torch.tensor(dataset.std, device=device).view(3, 1, 1)
-        self.crop_padding = dataset.crop_padding
-        self.input_size = input_size
-        self._channels = torch.arange(3, device=device).view(3, 1, 1)
-        self._pixels = torch.arange(dataset.image_size, device=device)
+        self.dataset, self.input_size = dataset, input_size
+        self._layout = torch.channels_last if channels_last else torch.contiguous_format
+        table = _normalised_levels(dataset).to(device)
+        self._train, self._eval = (
+            BatchAssembler(pixels, labels, table, dataset.crop_padding, kernels, input_size)
+            for pixels, labels in ((self.x_train, self.y_train), (self.x_eval, self.y_eval))
+        )
+        self._eval_order = torch.arange(self.eval_count, device=device)
+        self.order = torch.arange(self.train_count, device=device)
+        self.flip = torch.zeros(self.train_count, dtype=torch.bool, device=device)
+        self.top, self.left = (
+            torch.full((self.train_count,), dataset.crop_padding, dtype=torch.int16, device=device) for _ in range(2)
+        )
+        self._prepared: tuple[tuple[int, int], list[Tensor]] | None = None
+
+    def prepare(self, seed: int, epoch: int) -> None:
+        """Draw a coming epoch on the host, while the device is still busy with the one before; changes no batch."""
+        if self._prepared is not None and self._prepared[0] == (seed, epoch):
+            return
+        draws = draw(self.train_count, self.dataset, seed, epoch, "cpu")
+        drawn = [_permutation(self.train_count, seed, epoch), draws.flip, draws.top.short(), draws.left.short()]
+        if self.order.device.type == "cuda":
+            # New ones each time: the allocator holds one back until copies from it are done, an old one would be
+            # overwritten under them.
+            drawn = [tensor.pin_memory() for tensor in drawn]
+        self._prepared = (seed, epoch), drawn
+
+    def begin_epoch(self, seed: int, epoch: int) -> ElasticSampler:
+        """Make an epoch's order and augmentation current, drawing them now if ``prepare`` did not; returns its sampler.
+
+        They are copied on the current stream, without a wait. Batches taken from an earlier epoch's
+        sampler are views of ``order`` and change with it.
+        """
+        self.prepare(seed, epoch)
+        drawn, self._prepared = self._prepared[1], None
+        for current, new in zip((self.order, self.flip, self.top, self.left), drawn):
+            current.copy_(new, non_blocking=True)
+        return ElasticSampler(self.train_count, seed, epoch, self.order.device, self.order)
+
+    def input_buffers(self, batch: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        """Uninitialised images of this ``dtype`` (fp16, bf16 or fp32) and labels, for one batch of this size."""
+        shape, device = (batch, 3, self.input_size, self.input_size), self.order.device
+        images = torch.empty(shape, dtype=dtype, device=device, memory_format=self._layout)
+        return images, torch.empty(batch, dtype=torch.int64, device=device)
+
+    def fill(self, images: Tensor, labels: Tensor, indices: Tensor) -> None:
+        """Write the training batch ``indices`` with this epoch's draws into ``input_buffers``; may be captured."""
+        self._train.assemble(indices, self.flip, self.top, self.left, images, labels)
 
     def train_batch(self, indices: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        """Gather, crop from the zero-padded image, flip, normalise, resize; never waits for the device."""
-        side = len(self._pixels)
-        rows = self._pixels + (draws.top[indices] - self.crop_padding).unsqueeze(1)
-        mirrored = torch.where(draws.flip[indices].unsqueeze(1), self._pixels.flip(0), self._pixels)
-        columns = mirrored + (draws.left[indices] - self.crop_padding).unsqueeze(1)
-        rows, columns = rows.view(-1, 1, side, 1), columns.view(-1, 1, 1, side)
-        inside = (rows >= 0) & (rows < side) & (columns >= 0) & (columns < side)
-        samples = indices.view(-1, 1, 1, 1)
-        pixels = self.x_train[samples, self._channels, rows.clamp(0, side - 1), columns.clamp(0, side - 1)]
-        return self._normalised(pixels * inside), self.y_train[indices]
+        """A new training batch, float32, with the draws given."""
+        images, labels = self.input_buffers(len(indices))
+        self._train.assemble(indices, draws.flip, draws.top, draws.left, images, labels)
+        return images, labels
 
-    def plain_batch(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def plain_batch(self, indices: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         """Training images without augmentation, as the curvature probes see them."""
-        return self._normalised(self.x_train[indices]), self.y_train[indices]
+        images, labels = self.input_buffers(len(indices), dtype)
+        self._train.assemble_plain(indices, images, labels)
+        return images, labels
 
-    def eval_batches(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def eval_batches(self, size: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[Tensor, Tensor]]:
         """Every evaluation image once, in order; the last batch may be smaller."""
-        for first in range(0, self.eval_count, size):
-            yield self._normalised(self.x_eval[first : first + size]), self.y_eval[first : first + size]
+        for indices in self._eval_order.split(size):
+            images, labels = self.input_buffers(len(indices), dtype)
+            self._eval.assemble_plain(indices, images, labels)
+            yield images, labels
 
-    def _normalised(self, pixels: Tensor) -> Tensor:
-        images = pixels.float().div_(255).sub_(self.mean).div_(self.std)
-        return images if images.shape[-1] == self.input_size else _resized(images, self.input_size)
+
+def _normalised_levels(dataset: DatasetSettings) -> Tensor:
+    """f32 [3, 256]: (level / 255 - mean) / std. From the host: a device's division by 255 may round differently."""
+    mean, std = (torch.tensor(values).view(3, 1) for values in (dataset.mean, dataset.std))
+    return torch.arange(LEVELS, dtype=torch.float32).expand(3, LEVELS).div(255).sub_(mean).div_(std)
