@@ -1,0 +1,162 @@
+"""Cross-entropy of a batch with its gradient and the number of right answers, in one launch."""
+
+# Without the postponed annotations of other files: Triton 3.2's interpreter needs `tl.constexpr` itself, not its name.
+
+import torch
+from torch import Tensor
+
+from triaccel_bench.kernels.backend import require_backend, tl, triton
+
+MAX_CLASSES = 16384
+"""A row is held by one program whole; a longer one would not fit its registers."""
+TILE_ELEMENTS = 128
+"""Logits that one program takes at least: four a thread of one warp, so that a small batch still fills the card."""
+
+
+@torch.no_grad()
+def cross_entropy_reference(logits: Tensor, labels: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What ``cross_entropy`` computes, in torch operations that can be captured."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    log_probabilities = torch.log_softmax(wide, 1)
+    losses = -log_probabilities.gather(1, labels[:, None])[:, 0]
+    correct = (logits.argmax(1) == labels).int()
+    one_hot = torch.arange(logits.shape[1], device=logits.device) == labels[:, None]
+    gradient = (log_probabilities.exp() - one_hot.to(wide.dtype)) * (scale / logits.shape[0])
+    return losses, correct, gradient.to(logits.dtype)
+
+
+if triton is not None:
+
+    @triton.jit(do_not_specialize=["labels", "scale", "batch"])
+    def _cross_entropy_kernel(
+        logits,
+        labels,
+        scale,
+        losses,
+        correct,
+        gradient,
+        batch,
+        row_stride,
+        column_stride,
+        CLASSES: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        """Each program takes ``ROWS`` whole rows of ``COLUMNS`` (padded) logits."""
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inside = row < batch
+        column = tl.arange(0, COLUMNS)[None, :]
+        live = inside[:, None] & (column < CLASSES)
+        wide_row = row.to(tl.int64)[:, None]
+        # Rows past the batch are zeros, so that they compute nothing odd; columns past the classes weigh nothing.
+        padding = tl.where(column < CLASSES, 0.0, -float("inf"))
+        logit = tl.load(logits + wide_row * row_stride + column * column_stride, mask=live, other=0.0)
+        logit = logit.to(tl.float32) + padding
+        label = tl.load(labels + row, mask=inside, other=0)
+        known = (label >= 0) & (label < CLASSES)
+        mine = column == label[:, None]
+        own = tl.sum(tl.where(mine, logit, 0.0), axis=1)
+        own = tl.where(known, own, float("nan"))
+
+        largest = tl.max(logit, axis=1)
+        exponential = tl.exp(logit - largest[:, None])
+        total = tl.sum(exponential, axis=1)
+        # A NaN or +inf reaches the sum, and own is NaN where the label names no class.
+        loss = tl.log(total) - (own - largest)
+        tl.store(losses + row, loss, mask=inside)
+
+        # torch.argmax: NaN lies above every number, and the first of equals is taken.
+        answer = own[:, None]
+        earlier = column < label[:, None]
+        is_nan = logit != logit
+        above = is_nan | (logit > answer) | ((logit == answer) & earlier)
+        ahead = tl.where(answer != answer, is_nan & earlier, above)
+        beaten = tl.max(tl.where(ahead, 1, 0), axis=1)
+        tl.store(correct + row, tl.where(known, 1 - beaten, 0), mask=inside)
+
+        factor = tl.load(scale) / batch.to(tl.float32)
+        probability = exponential / total[:, None]
+        slope = (probability - tl.where(mine, 1.0, 0.0)) * factor
+        slope = tl.where(known[:, None], slope, float("nan"))
+        tl.store(gradient + wide_row * CLASSES + column, slope.to(gradient.dtype.element_ty), mask=live)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, scale: Tensor, *, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss of every sample, whether its answer is right, and the gradient of the scaled mean loss.
+
+    losses_b = log sum_k exp(x_bk) - x_by,  correct_b = [argmax_k x_bk = y],
+    gradient_bk = (softmax(x_b)_k - [k = y]) scale / B,
+
+    in FP32 whatever the dtype of the logits. ``logits.backward(gradient)`` leaves the gradients of
+    scale times the mean loss; this function itself is outside of autograd. ``correct`` follows
+    ``torch.argmax``: the first of equal logits counts, and a NaN lies above every number. A row
+    with +inf or NaN, or with nothing but -inf, has the loss NaN and a gradient of NaN. The gradient
+    of half-precision logits overflows to inf as a conversion does. May be captured in a CUDA graph.
+
+    Args:
+        logits: FP32, FP16 or BF16 ``[B, K]``, with any strides. FP64 takes the reference path
+            on either backend, and its losses are FP64.
+        labels: int64 ``[B]``, in [0, K). One outside has the loss NaN and a gradient of NaN with
+            ``"triton"``; ``"torch"`` raises as ``torch.gather`` does.
+        scale: f32 scalar on the device, the loss scale (1 for none).
+        backend: ``"triton"`` (one launch) or ``"torch"`` (the reference).
+
+    Returns:
+        Losses f32 ``[B]``, correct int32 ``[B]`` (1 or 0), gradient ``[B, K]`` in the logits' dtype.
+
+    Raises:
+        ValueError: a shape, dtype or device does not fit, a row is too long, or the backend cannot
+            run on the device.
+    """
+    _check(logits, labels, scale)
+    require_backend(backend, logits.device)
+    if backend == "torch" or logits.dtype == torch.float64:
+        return cross_entropy_reference(logits, labels, scale)
+    logits = logits.detach()
+    batch, classes = logits.shape
+    if classes > MAX_CLASSES:
+        raise ValueError(
+            f"logits: expected at most {MAX_CLASSES} classes with backend='triton', got {classes}; pass backend='torch'"
+        )
+    losses = torch.empty(batch, dtype=torch.float32, device=logits.device)
+    correct = torch.empty(batch, dtype=torch.int32, device=logits.device)
+    gradient = torch.empty((batch, classes), dtype=logits.dtype, device=logits.device)
+    columns = triton.next_power_of_2(classes)
+    rows = max(1, TILE_ELEMENTS // columns)
+    with torch.cuda.device_of(logits):
+        _cross_entropy_kernel[(triton.cdiv(batch, rows),)](
+            logits,
+            labels,
+            scale,
+            losses,
+            correct,
+            gradient,
+            batch,
+            logits.stride(0),
+            logits.stride(1),
+            CLASSES=classes,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=min(16, max(1, rows * columns // 256)),
+        )
+    return losses, correct, gradient
+
+
+def _check(logits: Tensor, labels: Tensor, scale: Tensor) -> None:
+    if logits.ndim != 2 or logits.numel() == 0 or not logits.is_floating_point():
+        raise ValueError(
+            f"logits: expected floating point [B, K] with elements, got {logits.dtype} {list(logits.shape)}; "
+            "pass one row of class scores for each sample"
+        )
+    if labels.shape != logits.shape[:1] or labels.dtype != torch.int64 or labels.device != logits.device:
+        raise ValueError(
+            f"labels: expected torch.int64 [{logits.shape[0]}] on {logits.device}, got {labels.dtype} "
+            f"{list(labels.shape)} on {labels.device}; pass one class index for each row of logits"
+        )
+    if not labels.is_contiguous():
+        raise ValueError(f"labels: expected stride 1, got {labels.stride(0)}; call .contiguous()")
+    if scale.dtype != torch.float32 or scale.ndim != 0 or scale.device != logits.device:
+        raise ValueError(
+            f"scale: expected a torch.float32 scalar on {logits.device}, got {scale.dtype} {list(scale.shape)} "
+            f"on {scale.device}; pass the loss scale as a 0-dim tensor"
+        )
