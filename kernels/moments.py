@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from triaccel_bench.kernels.backend import require_backend, tl, triton
-from triaccel_bench.kernels.segments import AddressTable, Segments, is_dense
+from triaccel_bench.kernels.segments import AddressTable, Gradients, Segments, in_fp32, is_dense
+
+if triton is not None:
+    from triaccel_bench.kernels.segments import load_chunk
 
 FP32_MAX = torch.finfo(torch.float32).max
 CHUNKS_AT_ONCE = 1024
@@ -29,8 +32,10 @@ def moments_reference(
 ) -> None:
     """What ``GradientMoments.update`` computes, in torch operations that can be captured; the last four are written.
 
-    ``layers`` = 0 computes no statistic.
+    ``layers`` = 0 computes no statistic. Gradients of 16 bits are measured in FP32 copies.
     """
+    # A variance in 16 bits would overflow, and multi-tensor calls want one dtype.
+    grads = in_fp32(grads)
     # The largest magnitude carries inf and NaN, and unlike a sum it cannot overflow by itself.
     largest = torch.stack(torch._foreach_norm([grad for grad in grads if grad.numel()], float("inf")))
     bad = ~largest.isfinite().all()
@@ -91,7 +96,7 @@ if triton is not None:
 
     @triton.jit(do_not_specialize=["inverse_scale", "batch_factor"])
     def _moments_kernel(
-        addresses,
+        table,
         segment_of_chunk,
         first_chunk,
         elements,
@@ -112,6 +117,7 @@ if triton is not None:
         segments,
         occupied,
         STATISTICS: tl.constexpr,
+        ALIGNED: tl.constexpr,
         CHUNK: tl.constexpr,
         AT_ONCE: tl.constexpr,
         SEGMENTS: tl.constexpr,
@@ -123,15 +129,19 @@ if triton is not None:
         chunks = tl.load(first_chunk + segment + 1) - first
         size = tl.load(elements + segment)
         start = (chunk - first).to(tl.int64) * CHUNK
-        place = start + tl.arange(0, CHUNK)
-        live = place < size
-        grads = tl.load(addresses + segment).to(tl.pointer_type(tl.float32)) + place
-        grad = tl.load(grads, mask=live, other=0.0)
+        count = tl.minimum(size - start, CHUNK).to(tl.int32)
+        lane = tl.arange(0, CHUNK)
+        live = lane < count
+        entry = tl.load(table + segment)
+        if count == CHUNK:
+            grad = load_chunk(entry, start, lane, live, True, ALIGNED)
+        else:
+            grad = load_chunk(entry, start, lane, live, False, ALIGNED)
         # NaN fails the comparison as inf does.
         tl.store(chunk_bad + chunk, tl.max(tl.where(tl.abs(grad) <= LARGEST, 0, 1), axis=0))
         if STATISTICS:
             unscaled = grad * tl.load(inverse_scale)
-            mean = tl.sum(unscaled, axis=0) / tl.minimum(size - start, CHUNK).to(tl.float32)
+            mean = tl.sum(unscaled, axis=0) / count.to(tl.float32)
             off = tl.where(live, unscaled - mean, 0.0)
             tl.store(chunk_mean + chunk, mean)
             tl.store(chunk_m2 + chunk, tl.sum(off * off, axis=0))
@@ -227,24 +237,26 @@ class GradientMoments:
             self._segment_variance = torch.zeros(len(sizes), device=device)
             self._arrivals = torch.zeros(1 + len(sizes), dtype=torch.int32, device=device)
 
-    def update(self, grads: Sequence[Tensor], inverse_scale: Tensor, batch_factor: Tensor) -> None:
-        """Take in one step's gradients (FP32, any strides); may be captured in a CUDA graph, then see ``flush``.
+    def update(self, grads: Sequence[Tensor] | Gradients, inverse_scale: Tensor, batch_factor: Tensor) -> None:
+        """Take in one step's gradients; may be captured in a CUDA graph, then see ``flush``.
 
         Args:
-            grads: the gradients of the scaled mean loss; left as they are.
+            grads: the gradients of the scaled mean loss; left as they are. Each FP32, FP16 or BF16, which
+                may differ between them and from step to step, with any strides; or what ``FusedSGD.gather``
+                made of them, and then ``bind`` and ``flush`` of that object are the ones that count.
             inverse_scale: f32 scalar on the device, 1 / loss scale.
             batch_factor: f32 scalar on the device, by which variances are multiplied (B / B_0, or 1).
 
         Raises:
-            ValueError: a gradient is missing or differs from ``sizes`` in elements, or an argument is not
-                FP32 on the device.
+            ValueError: a gradient is missing, differs from ``sizes`` in elements or has another dtype, or an
+                argument is not FP32 on the device.
         """
-        self._segments.check(grads)
+        gathered = self._gathered(grads)
         self._segments.check_values(inverse_scale=inverse_scale, batch_factor=batch_factor)
         if self._table is None:
             layers = self._layers if self._statistics else 0
             moments_reference(
-                grads,
+                gathered.tensors,
                 layers,
                 inverse_scale,
                 batch_factor,
@@ -255,12 +267,10 @@ class GradientMoments:
                 self.updates,
             )
             return
-        # The order of elements does not matter to moments, so a dense tensor is read as it lies in memory.
-        dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
         cut = self._segments
         with torch.cuda.device_of(self.ema):
             _moments_kernel[(cut.chunks,)](
-                self._table.of(dense),
+                gathered.on_device(self._table),
                 cut.segment_of_chunk,
                 cut.first_chunk,
                 cut.elements,
@@ -278,14 +288,31 @@ class GradientMoments:
                 self.updates,
                 1 - self._beta,
                 self._layers,
-                len(dense),
+                len(cut.sizes),
                 cut.occupied,
                 STATISTICS=self._statistics,
+                ALIGNED=gathered.aligned,
                 CHUNK=cut.chunk,
                 AT_ONCE=CHUNKS_AT_ONCE,
-                SEGMENTS=triton.next_power_of_2(len(dense)),
+                SEGMENTS=triton.next_power_of_2(len(cut.sizes)),
                 num_warps=8,
             )
+
+    def _gathered(self, grads: Sequence[Tensor] | Gradients) -> Gradients:
+        cut = self._segments
+        if not isinstance(grads, Gradients):
+            cut.check(grads)
+            # The order of elements does not matter to moments, so a dense tensor is read as it lies in memory.
+            if self._table is not None:
+                grads = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
+            return Gradients(grads, cut, self._table)
+        if grads.segments.sizes != cut.sizes or grads.segments.device != cut.device:
+            raise ValueError(
+                f"gathered gradients: expected {len(cut.sizes)} tensors of the sizes given at construction on "
+                f"{cut.device}, got {len(grads.segments.sizes)} on {grads.segments.device}; "
+                "gather them with the optimizer of the same tensors"
+            )
+        return grads
 
     def bind(self, grads: Sequence[Tensor]) -> None:
         """Prepare, outside of capture, for captures that will ``update`` with exactly these tensors (dense ones)."""

@@ -8,7 +8,21 @@ import torch
 from torch import Tensor
 
 from triaccel_bench.kernels.backend import require_backend, tl, triton
-from triaccel_bench.kernels.segments import AddressTable, Segments, address_table, is_dense
+from triaccel_bench.kernels.segments import (
+    CODES,
+    AddressTable,
+    Gradients,
+    Segments,
+    address_table,
+    aligned,
+    convert,
+    entries,
+    in_fp32,
+    is_dense,
+)
+
+if triton is not None:
+    from triaccel_bench.kernels.segments import chunk_pointers, load_chunk, load_live, store_copy, store_live
 
 
 @torch.no_grad()
@@ -23,12 +37,15 @@ def sgd_reference(
     rates: Tensor,
     inverse_scale: Tensor,
     nonfinite: Tensor,
+    copies: Sequence[Tensor | None] = (),
 ) -> None:
-    """What ``FusedSGD.step`` computes, by torch's own fused update: one call for each rate, no extra memory.
+    """What ``FusedSGD.step`` computes, by torch's own fused update: one call for each rate.
 
     ``params`` and ``momenta`` are written, and ``grads`` (in their layout) are unscaled in place
-    unless the step is skipped. Can be captured.
+    unless the step is skipped; of those of 16 bits it is an FP32 copy that is. ``copies`` are
+    written even then, from parameters that have not changed. Can be captured.
     """
+    grads = in_fp32(grads)
     groups: dict[int, list[int]] = {}
     for index, (param, layer) in enumerate(zip(params, layer_of)):
         if param.numel():
@@ -51,15 +68,49 @@ def sgd_reference(
             grad_scale=scale,
             found_inf=nonfinite,
         )
+    _write_copies(params, copies)
+
+
+def _write_copies(params: Sequence[Tensor], copies: Sequence[Tensor | None]) -> None:
+    pairs = [(param, copy) for param, copy in zip(params, copies) if copy is not None]
+    convert([param for param, _ in pairs], [copy for _, copy in pairs])
 
 
 if triton is not None:
 
+    @triton.jit
+    def _update_chunk(
+        grad_entry,
+        param_entry,
+        momentum_entry,
+        copy_entry,
+        start,
+        lane,
+        live,
+        rate,
+        inverse_scale,
+        momentum,
+        weight_decay,
+        FULL: tl.constexpr,
+        ALIGNED: tl.constexpr,
+    ):
+        params = chunk_pointers(param_entry, start, lane, tl.float32, ALIGNED)
+        momenta = chunk_pointers(momentum_entry, start, lane, tl.float32, ALIGNED)
+        param = load_live(params, live, FULL)
+        old = load_live(momenta, live, FULL)
+        grad = load_chunk(grad_entry, start, lane, live, FULL, ALIGNED) * inverse_scale + weight_decay * param
+        velocity = momentum * old + grad
+        param = param - rate * velocity
+        store_live(momenta, velocity, live, FULL)
+        store_live(params, param, live, FULL)
+        store_copy(copy_entry, start, lane, param, live, FULL, ALIGNED)
+
     @triton.jit(do_not_specialize=["lr", "rates", "inverse_scale", "nonfinite"])
     def _sgd_kernel(
-        grad_addresses,
-        param_addresses,
-        momentum_addresses,
+        grad_table,
+        param_table,
+        momentum_table,
+        copy_table,
         segment_of_chunk,
         first_chunk,
         elements,
@@ -70,25 +121,34 @@ if triton is not None:
         nonfinite,
         momentum,
         weight_decay,
+        ALIGNED: tl.constexpr,
         CHUNK: tl.constexpr,
     ):
         """Each program updates one chunk of one parameter, or returns at once if the step is to be skipped."""
+        # Before the flag is looked at: lookups that wait for each other cost more than the few that a skip wastes.
+        chunk = tl.program_id(0)
+        segment = tl.load(segment_of_chunk + chunk)
+        size = tl.load(elements + segment)
+        start = (chunk - tl.load(first_chunk + segment)).to(tl.int64) * CHUNK
+        grad = tl.load(grad_table + segment)
+        param = tl.load(param_table + segment)
+        velocity = tl.load(momentum_table + segment)
+        copy = tl.load(copy_table + segment)
+        layer = tl.load(layer_of + segment)
+        rate = tl.load(lr) * tl.load(rates + layer, mask=layer >= 0, other=1.0)
+        scale = tl.load(inverse_scale)
         if tl.load(nonfinite) == 0.0:
-            chunk = tl.program_id(0)
-            segment = tl.load(segment_of_chunk + chunk)
-            start = (chunk - tl.load(first_chunk + segment)).to(tl.int64) * CHUNK
-            place = start + tl.arange(0, CHUNK)
-            live = place < tl.load(elements + segment)
-            grads = tl.load(grad_addresses + segment).to(tl.pointer_type(tl.float32)) + place
-            params = tl.load(param_addresses + segment).to(tl.pointer_type(tl.float32)) + place
-            momenta = tl.load(momentum_addresses + segment).to(tl.pointer_type(tl.float32)) + place
-            layer = tl.load(layer_of + segment)
-            rate = tl.load(lr) * tl.load(rates + layer, mask=layer >= 0, other=1.0)
-            param = tl.load(params, mask=live, other=0.0)
-            grad = tl.load(grads, mask=live, other=0.0) * tl.load(inverse_scale) + weight_decay * param
-            velocity = momentum * tl.load(momenta, mask=live, other=0.0) + grad
-            tl.store(momenta, velocity, mask=live)
-            tl.store(params, param - rate * velocity, mask=live)
+            count = tl.minimum(size - start, CHUNK).to(tl.int32)
+            lane = tl.arange(0, CHUNK)
+            live = lane < count
+            if count == CHUNK:
+                _update_chunk(
+                    grad, param, velocity, copy, start, lane, live, rate, scale, momentum, weight_decay, True, ALIGNED
+                )
+            else:
+                _update_chunk(
+                    grad, param, velocity, copy, start, lane, live, rate, scale, momentum, weight_decay, False, ALIGNED
+                )
 
 
 class FusedSGD:
@@ -99,24 +159,34 @@ class FusedSGD:
     layer that the parameter belongs to. A step whose ``nonfinite`` is 1 leaves parameters and
     momenta as they are, bit for bit.
 
+    A parameter may have a copy of 16 bits, for a layer that computes in that dtype: the same
+    launch writes w, rounded to nearest even, into it. It is never read.
+
     Args:
         params: the parameters; their storage and layout must stay as they are.
         layer_of: for each parameter the index into ``rates``, or -1 for the rate 1.
         backend: ``"triton"`` (one launch) or ``"torch"`` (the reference).
         momentum: factor of the old momentum, in [0, 1).
         weight_decay: factor of the L2 term.
+        copies: as for ``set_copies``; ``None`` for no copy at all.
 
     Attributes:
         momenta: the momentum buffers, FP32, each in its parameter's layout; to restore them, copy into them.
             Without momentum they mean nothing.
 
     Raises:
-        ValueError: a parameter is not dense FP32 on one device, ``layer_of`` does not fit, there is no
-            element at all, or the backend cannot run on the device.
+        ValueError: a parameter is not dense FP32 on one device, ``layer_of`` or a copy does not fit, there is
+            no element at all, or the backend cannot run on the device.
     """
 
     def __init__(
-        self, params: Sequence[Tensor], layer_of: Sequence[int], backend: str, momentum: float, weight_decay: float
+        self,
+        params: Sequence[Tensor],
+        layer_of: Sequence[int],
+        backend: str,
+        momentum: float,
+        weight_decay: float,
+        copies: Sequence[Tensor | None] | None = None,
     ) -> None:
         if len(layer_of) != len(params) or any(layer < -1 for layer in layer_of):
             raise ValueError(
@@ -138,39 +208,97 @@ class FusedSGD:
         self._table: AddressTable | None = None
         if backend == "triton":
             self._table = AddressTable(len(params), device)
-            self._param_addresses = address_table(self._params, device)
-            self._momentum_addresses = address_table(self.momenta, device)
+            self._param_table = address_table(self._params, device)
+            self._momentum_table = address_table(self.momenta, device)
+            self._copy_tables = AddressTable(len(params), device)
             self._layers = torch.tensor(self._layer_of, dtype=torch.int32, device=device)
+        self.set_copies([None] * len(params) if copies is None else copies)
+
+    @torch.no_grad()
+    def set_copies(self, copies: Sequence[Tensor | None]) -> None:
+        """Replace the copies, outside of capture; the new ones are written at once, so that they are in step.
+
+        A graph captured before goes on to write the copies that it was captured with: they have to
+        live as long as it is replayed.
+
+        Args:
+            copies: for each parameter FP16 or BF16 in its shape and layout, or ``None``. A leaf of autograd
+                is welcome; values restored into a parameter reach its copy with the next step, or by this.
+
+        Raises:
+            ValueError: there is not one for each parameter, or one is not as its parameter.
+        """
+        if len(copies) != len(self._params):
+            raise ValueError(
+                f"copies: expected {len(self._params)}, got {len(copies)}; pass one or None for every parameter"
+            )
+        for index, (param, copy) in enumerate(zip(self._params, copies)):
+            if copy is not None and not _is_copy(param, copy):
+                raise ValueError(
+                    f"copy {index}: expected torch.float16 or torch.bfloat16 of shape {tuple(param.shape)} with "
+                    f"strides {param.stride()} on {param.device}, got {copy.dtype} of shape {tuple(copy.shape)} with "
+                    f"strides {copy.stride()} on {copy.device}; make it with param.to(dtype)"
+                )
+        self._copies = [None if copy is None else copy.detach() for copy in copies]
+        _write_copies(self._params, self._copies)
+        if self._table is not None:
+            # Never rewritten, as graphs read it too; the few sets of copies in a run cost 8 bytes a tensor each.
+            self._copy_table = self._copy_tables.bind(self._copies)
+            self._aligned = all(map(aligned, map(entries, (self._params, self.momenta, self._copies))))
+
+    def gather(self, grads: Sequence[Tensor]) -> Gradients:
+        """Check and lay out one step's gradients once, for ``GradientMoments.update`` and ``step``.
+
+        Args:
+            grads: FP32, FP16 or BF16 (which may differ between them and from step to step, and from the
+                copies), in the order of the parameters, with any strides.
+
+        Raises:
+            ValueError: a gradient is missing, differs from its parameter in shape or has another dtype.
+        """
+        self._segments.check(grads)
+        laid_out = [_laid_out_as(param, grad, index) for index, (param, grad) in enumerate(zip(self._params, grads))]
+        # The reference computes in FP32 throughout: converted here, both passes read the same copy.
+        return Gradients(in_fp32(laid_out) if self._table is None else laid_out, self._segments, self._table)
 
     def step(
-        self, grads: Sequence[Tensor], lr: Tensor, rates: Tensor, inverse_scale: Tensor, nonfinite: Tensor
+        self,
+        grads: Sequence[Tensor] | Gradients,
+        lr: Tensor,
+        rates: Tensor,
+        inverse_scale: Tensor,
+        nonfinite: Tensor,
     ) -> None:
         """Apply one update; may be captured in a CUDA graph, then see ``flush``.
 
         Args:
-            grads: FP32, in the order of the parameters, with any strides. Scratch afterwards: the
-                reference unscales them in place.
+            grads: as for ``gather``, or what it returned. Scratch afterwards: the reference unscales
+                them in place.
             lr: f32 scalar on the device.
             rates: f32 ``[layers]`` on the device.
             inverse_scale: f32 scalar on the device, 1 / loss scale.
             nonfinite: f32 ``[1]`` on the device; 1.0 skips the step.
 
         Raises:
-            ValueError: a gradient is missing or differs from its parameter in shape, an argument is not
+            ValueError: a gradient is refused by ``gather``, another optimizer gathered them, an argument is not
                 FP32 on the device, or ``rates`` is too short.
         """
-        self._segments.check(grads)
+        gathered = grads if isinstance(grads, Gradients) else self.gather(grads)
+        if gathered.segments is not self._segments:
+            raise ValueError(
+                "gathered gradients: expected those of this optimizer's own gather(), got another's; "
+                "call gather() of the optimizer that steps"
+            )
         self._segments.check_values(lr=lr, rates=rates, inverse_scale=inverse_scale, nonfinite=nonfinite)
         if rates.numel() <= max(self._layer_of):
             raise ValueError(
                 f"rates: expected at least {max(self._layer_of) + 1} elements, got {rates.numel()}; "
                 "pass one rate for each layer"
             )
-        grads = [_laid_out_as(param, grad, index) for index, (param, grad) in enumerate(zip(self._params, grads))]
         if self._table is None:
             sgd_reference(
                 self._params,
-                grads,
+                gathered.tensors,
                 self.momenta,
                 self._layer_of,
                 self._momentum,
@@ -179,14 +307,16 @@ class FusedSGD:
                 rates,
                 inverse_scale,
                 nonfinite,
+                self._copies,
             )
             return
         cut = self._segments
         with torch.cuda.device_of(lr):
             _sgd_kernel[(cut.chunks,)](
-                self._table.of(grads),
-                self._param_addresses,
-                self._momentum_addresses,
+                gathered.on_device(self._table),
+                self._param_table,
+                self._momentum_table,
+                self._copy_table,
                 cut.segment_of_chunk,
                 cut.first_chunk,
                 cut.elements,
@@ -197,8 +327,11 @@ class FusedSGD:
                 nonfinite,
                 self._momentum,
                 self._weight_decay,
+                ALIGNED=self._aligned and gathered.aligned,
                 CHUNK=cut.chunk,
-                num_warps=8,
+                # Eight elements a thread: with more of its four operands in registers one program would fill a
+                # multiprocessor, which then idles while the program looks up its addresses.
+                num_warps=16,
             )
 
     def bind(self, grads: Sequence[Tensor]) -> None:
@@ -215,6 +348,21 @@ class FusedSGD:
             self._table.flush()
 
 
+def _is_copy(param: Tensor, copy: Tensor) -> bool:
+    return (
+        copy.dtype != param.dtype
+        and copy.dtype in CODES
+        and copy.device == param.device
+        and copy.shape == param.shape
+        and _lies_as(param, copy)
+    )
+
+
+def _lies_as(param: Tensor, tensor: Tensor) -> bool:
+    """Whether element follows element alike; a dimension of one element may carry any stride."""
+    return all(a == b for a, b, size in zip(param.stride(), tensor.stride(), param.shape) if size != 1)
+
+
 def _laid_out_as(param: Tensor, grad: Tensor, index: int) -> Tensor:
     if grad.shape != param.shape:
         raise ValueError(
@@ -223,7 +371,6 @@ def _laid_out_as(param: Tensor, grad: Tensor, index: int) -> Tensor:
         )
     if grad.stride() == param.stride():
         return grad
-    if any(a != b for a, b, size in zip(grad.stride(), param.stride(), param.shape) if size != 1):
+    if not _lies_as(param, grad):
         return torch.empty_like(param).copy_(grad)
-    # Alike in memory: a dimension of one element may carry any stride.
     return grad.as_strided(param.shape, param.stride())

@@ -34,6 +34,7 @@ else:
 on_every_backend = pytest.mark.parametrize("place", PLACES)
 once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
 
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [(1,), (63,), (0,), (10, 100), (8, 4, 3, 3), (4097,), (3,), (0, 5), (7, 1)]
 LAYERS = 6
 
@@ -72,7 +73,21 @@ def state_of(moments: GradientMoments) -> list[torch.Tensor]:
 
 
 def bits_equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(left, right, strict=True))
+    integers = {4: torch.int32, 2: torch.int16}
+    return all(
+        a.dtype == b.dtype and torch.equal(a.view(integers[a.itemsize]), b.view(integers[b.itemsize]))
+        for a, b in zip(left, right, strict=True)
+    )
+
+
+def in_dtypes(tensors: list[torch.Tensor], shift: int = 0) -> list[torch.Tensor]:
+    return [tensor.to(DTYPES[(index + shift) % 3]) for index, tensor in enumerate(tensors)]
+
+
+def off_by_one(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values, one element after an aligned address."""
+    flat = torch.cat([tensor.new_full((1,), math.nan), tensor.reshape(-1)])
+    return flat[1:].view(tensor.shape)
 
 
 @on_every_backend
@@ -202,6 +217,52 @@ def test_any_memory_layout_gives_the_same_moments(place):
 
 
 @on_every_backend
+def test_gradients_of_16_bits_are_measured_in_fp32(place):
+    device = place[1]
+    one = scalar(1.0, device)
+    moments = new_moments(place)
+    for shift in range(3):
+        # A variance of a million is beyond FP16.
+        grads = in_dtypes([grad * 1000 for grad in gradients(shift, device)], shift)
+        moments.update(grads, one, one)
+        truth = torch.tensor([variance_truth(grad) for grad in grads[:LAYERS]])
+        torch.testing.assert_close(moments.variance.cpu(), truth, rtol=2e-6, atol=0.0)
+    assert moments.nonfinite.tolist() == [0.0] and moments.updates.tolist() == [3]
+    before = state_of(moments)
+    for index, value in [(3, math.inf), (4, math.nan), (6, -math.inf), (7, math.nan), (8, math.inf)]:
+        grads = in_dtypes(gradients(4, device), shift=0)
+        if grads[index].numel():
+            grads[index].view(-1)[-1] = value
+            moments.update(grads, one, one)
+            assert moments.nonfinite.tolist() == [1.0]
+    assert bits_equal(state_of(moments), before)
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_at_any_address_and_layout_give_the_same_results(place, dtype):
+    device = place[1]
+    shapes = [(4099,), (6, 5, 4, 3), (6, 5, 4, 3), (1,)]
+    plain = [grad.to(dtype) for grad in gradients(0, device, shapes)]
+    moved = [off_by_one(grad) for grad in plain]
+    moved[1] = moved[1].contiguous(memory_format=torch.channels_last)
+    moved[2] = torch.stack([plain[2], plain[2]], dim=-1)[..., 1]
+    one, flag = scalar(1.0, device), torch.zeros(1, device=device)
+    results, variances = [], []
+    for grads in (plain, moved):
+        moments = new_moments(place, shapes, layers=4)
+        moments.update(grads, one, one)
+        variances.append(moments.variance)
+        params = gradients(1, device, shapes)
+        sgd = new_sgd(place, params, [-1] * 4)
+        sgd.step([grad.clone() if grad.is_contiguous() else grad for grad in grads], one, one[None], one, flag)
+        sgd.step(list(map(off_by_one, grads)), one, one[None], one, flag)
+        results.append([*params, *sgd.momenta])
+    torch.testing.assert_close(variances[1], variances[0], rtol=2e-6, atol=0.0)
+    assert relative_difference(*results) < 1e-6
+
+
+@on_every_backend
 def test_without_statistics_only_the_flag_and_the_count_move(place):
     device = place[1]
     one = scalar(1.0, device)
@@ -241,8 +302,8 @@ def update_case(device: str):
     return shapes, params, [0, -1, 1, 2, 2, -1, 0]
 
 
-def new_sgd(place, params, layer_of, momentum=0.9, weight_decay=5e-4) -> FusedSGD:
-    return FusedSGD(params, layer_of, place[0], momentum, weight_decay)
+def new_sgd(place, params, layer_of, momentum=0.9, weight_decay=5e-4, copies=None) -> FusedSGD:
+    return FusedSGD(params, layer_of, place[0], momentum, weight_decay, copies)
 
 
 def relative_difference(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:
@@ -272,7 +333,8 @@ def test_updates_equal_torch_sgd_on_the_same_gradients(place, momentum, steps):
                 param.grad = grad.to(param.dtype)
             optimizer.step()
         sgd.step([grad.clone() for grad in grads], lr, rates, one, flag)
-    assert relative_difference(params, theirs) < 1e-6
+    for ours, other in zip(params, theirs):
+        assert relative_difference([ours], [other]) < 1e-6
     assert relative_difference(params, exact) <= 2 * relative_difference(theirs, exact) + 1e-7
 
 
@@ -308,6 +370,111 @@ def test_a_bad_step_leaves_weights_and_momenta_bit_for_bit(place):
         grads = [torch.full_like(grad, value) for grad in gradients(1, device, shapes)]
         sgd.step(grads, lr, rates, one, torch.ones(1, device=device))
     assert bits_equal([*params, *sgd.momenta], before)
+
+
+def copies_of(params: list[torch.Tensor], shift: int = 0) -> list[torch.Tensor | None]:
+    dtypes = [DTYPES[(index + shift) % 3] for index in range(len(params))]
+    return [None if d == torch.float32 else torch.empty_like(p, dtype=d) for p, d in zip(params, dtypes)]
+
+
+def in_step(copies: list[torch.Tensor | None], params: list[torch.Tensor]) -> bool:
+    pairs = [(copy, param.to(copy.dtype)) for copy, param in zip(copies, params) if copy is not None]
+    return bits_equal(*zip(*pairs))
+
+
+@on_every_backend
+def test_gradients_of_16_bits_update_as_their_values_in_fp32_do(place):
+    device = place[1]
+    shapes, params, layer_of = update_case(device)
+    twins = [param.clone() for param in params]
+    narrow, wide = new_sgd(place, params, layer_of), new_sgd(place, twins, layer_of)
+    rest = [scalar(0.05, device), torch.full((3,), 0.5, device=device), scalar(1 / 1024, device)]
+    flag = torch.zeros(1, device=device)
+    for step in range(3):
+        grads = in_dtypes([grad * 1024 for grad in gradients(step, device, shapes)], step)
+        wide.step([grad.clone().float() for grad in grads], *rest, flag)
+        narrow.step(grads, *rest, flag)
+    assert bits_equal([*params, *narrow.momenta], [*twins, *wide.momenta])
+
+
+@on_every_backend
+def test_copies_follow_their_parameters_and_stay_through_a_bad_step(place):
+    device = place[1]
+    shapes, params, layer_of = update_case(device)
+    first, second = copies_of(params), copies_of(params, shift=1)
+    # As layers hold them: leaves of autograd, and one that begins anywhere.
+    first[0] = first[0].requires_grad_()
+    second[5] = off_by_one(second[5])
+    sgd = new_sgd(place, params, layer_of, copies=first)
+    assert in_step(first, params)
+    rest = [scalar(0.05, device), torch.ones(3, device=device), scalar(1.0, device)]
+    good, bad = torch.zeros(1, device=device), torch.ones(1, device=device)
+    sgd.step(in_dtypes(gradients(0, device, shapes), 1), *rest, good)
+    assert in_step(first, params)
+    held = [copy.detach().clone() for copy in first if copy is not None]
+    sgd.step([torch.full_like(grad, math.nan) for grad in in_dtypes(params)], *rest, bad)
+    left = [copy.detach() for copy in first if copy is not None]
+    assert bits_equal(left, held)
+    sgd.set_copies(second)
+    assert in_step(second, params)
+    sgd.step(gradients(1, device, shapes), *rest, good)
+    assert in_step(second, params) and bits_equal(left, held)
+    before = [copy.clone() for copy in second if copy is not None]
+    sgd.set_copies([None] * len(params))
+    sgd.step(gradients(2, device, shapes), *rest, good)
+    assert bits_equal([copy for copy in second if copy is not None], before)
+
+
+@on_every_backend
+def test_copies_are_rounded_as_torch_rounds(place):
+    device = place[1]
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.randint(-(2**31), 2**31, (3000,), generator=generator).to(torch.int32)
+    ties = [(noise[:1000] & -(2**16)) | 2**15, (noise[1000:2000] & -(2**13)) | 2**12]
+    values = torch.cat([*ties, noise[2000:]]).view(torch.float32)
+    half_ties = (torch.rand(1000, generator=generator) * 100).view(torch.int32) & -(2**13) | 2**12
+    edges = torch.tensor([0.0, -0.0, 65519.0, 65520.0, -65536.0, 2.0**-25, 1.5 * 2.0**-25, 3.3961e38, 1e-45])
+    values = torch.cat([values[values.isfinite()], half_ties.view(torch.float32), edges])
+    params = [values.clone().to(device) for _ in range(2)]
+    copies = [torch.empty_like(param, dtype=dtype) for param, dtype in zip(params, DTYPES)]
+    sgd = new_sgd(place, params, [-1, -1], momentum=0.0, weight_decay=0.0, copies=copies)
+    for copy in copies:
+        copy.fill_(math.nan)
+    zero, one = torch.zeros(1, device=device), scalar(1.0, device)
+    sgd.step([torch.zeros_like(param) for param in params], one, zero, one, zero)
+    assert bits_equal(params, [values.to(device)] * 2) and in_step(copies, params)
+    params[1][0] = math.nan
+    sgd.step([torch.zeros_like(param) for param in params], one, zero, one, zero)
+    assert copies[1][0].isnan()
+
+
+@on_every_backend
+def test_gathered_gradients_serve_both_passes_and_are_uploaded_once(place, monkeypatch):
+    device = place[1]
+    shapes, params, layer_of = update_case(device)
+    twins = [param.clone() for param in params]
+    gathering, plain = new_sgd(place, params, layer_of), new_sgd(place, twins, layer_of)
+    moments, expected = (new_moments(place, shapes, layers=3) for _ in range(2))
+    rest = [scalar(0.05, device), torch.ones(3, device=device), scalar(1.0, device)]
+    one = rest[-1]
+    uploads = []
+    upload = segments._uploaded
+    for step in range(2):
+        grads = in_dtypes(gradients(step, device, shapes), step)
+        expected.update(grads, one, one)
+        plain.step([grad.clone() for grad in grads], *rest, expected.nonfinite)
+        with monkeypatch.context() as count:
+            count.setattr(segments, "_uploaded", lambda *given: uploads.append(1) or upload(*given))
+            gathered = gathering.gather(grads)
+            moments.update(gathered, one, one)
+            gathering.step(gathered, *rest, moments.nonfinite)
+    assert len(uploads) == (2 if place[0] == "triton" else 0)
+    torch.testing.assert_close(moments.ema, expected.ema, rtol=1e-6, atol=0.0)
+    assert bits_equal([*params, *gathering.momenta], [*twins, *plain.momenta])
+    with pytest.raises(ValueError, match="another's; call gather"):
+        plain.step(gathered, *rest, moments.nonfinite)
+    with pytest.raises(ValueError, match="gathered gradients: expected 9 tensors"):
+        new_moments(place).update(gathered, one, one)
 
 
 @on_every_backend
@@ -353,6 +520,14 @@ def test_wrong_arguments_of_the_update_are_refused(place):
         sgd.step([torch.ones(6, 4, device=device)], *arguments)
     with pytest.raises(ValueError, match="lr: expected torch.float32 on .*, got torch.float64"):
         sgd.step([weight.clone()], arguments[0].double(), *arguments[1:])
+    with pytest.raises(ValueError, match="copies: expected 1, got 2"):
+        sgd.set_copies([None, None])
+    half = weight.half()
+    for wrong in (weight.clone(), half.double(), half[:2], half.t().contiguous().t(), half.to("meta")):
+        with pytest.raises(
+            ValueError, match=r"copy 0: expected torch.float16 or .* shape \(4, 6\) with strides \(6, 1\)"
+        ):
+            sgd.set_copies([wrong])
     arguments[1] = torch.ones(1, device=device)
     with pytest.raises(ValueError, match="rates: expected at least 2 elements, got 1"):
         sgd.step([weight.clone()], *arguments)
@@ -385,6 +560,22 @@ def test_a_captured_address_table_is_filled_by_flush_and_never_rewritten(monkeyp
     table.flush()
     assert table.of(pairs[3]) is eager
     assert [first.tolist(), second.tolist(), eager.tolist()] == [addresses[1], addresses[2], addresses[3]]
+
+
+def test_a_captured_table_keeps_the_dtypes_of_its_capture(monkeypatch):
+    table = segments.AddressTable(3, torch.device("cpu"))
+    memory = torch.zeros(4)
+    tables = {}
+    for dtype in DTYPES:
+        with monkeypatch.context() as capture:
+            capture.setattr(segments, "_capturing", lambda device: True)
+            tables[dtype] = table.of([memory, memory.view(dtype), memory])
+        table.flush()
+    table.of([memory] * 3)
+    address = memory.data_ptr()
+    for dtype, captured in tables.items():
+        assert captured.tolist() == [address, address | segments.CODES[dtype] << segments.CODE_SHIFT, address]
+    assert segments.entries([None, memory]) == (0, address)
 
 
 @once
@@ -502,6 +693,49 @@ def test_graph_replays_equal_eager_steps(backend):
 @gpu
 @needs_card
 @pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_graph_keeps_the_copies_and_dtypes_of_its_capture(backend):
+    params = gradients(7, "cuda", [(64, 32, 3, 3), (1000,), (63,)])
+    sizes = [param.numel() for param in params]
+    moments = GradientMoments(sizes, 3, "cuda", backend, 0.9)
+    copies = [copies_of(params), copies_of(params, shift=1)]
+    sgd = FusedSGD(params, [0, -1, -1], backend, 0.9, 5e-4, copies[0])
+    rest = [scalar(0.05, "cuda"), torch.ones(1, device="cuda"), scalar(1.0, "cuda")]
+    factor = scalar(math.nan, "cuda")
+
+    def step(shift: int) -> None:
+        gathered = sgd.gather([grad * factor.to(grad.dtype) for grad in in_dtypes(params, shift)])
+        moments.update(gathered, rest[-1], rest[-1])
+        sgd.step(gathered, *rest, moments.nonfinite)
+
+    graphs = []
+    for shift in range(2):
+        sgd.set_copies(copies[shift])
+        step(shift)
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            step(shift)
+        sgd.flush()
+    twins = [param.clone() for param in params]
+    reference = FusedSGD(twins, [0, -1, -1], "torch", 0.9, 5e-4)
+    factor.fill_(0.5)
+    for shift in (0, 1, 0):
+        others = [copy.clone() for copy in copies[1 - shift] if copy is not None]
+        graphs[shift].replay()
+        assert in_step(copies[shift], params)
+        assert bits_equal([copy for copy in copies[1 - shift] if copy is not None], others)
+        grads = [grad * 0.5 for grad in in_dtypes(twins, shift)]
+        truth = [variance_truth(grad) for grad in grads]
+        torch.testing.assert_close(moments.variance.cpu(), torch.tensor(truth), rtol=1e-5, atol=0.0)
+        reference.step(grads, *rest, moments.nonfinite)
+        torch._foreach_copy_(twins, params)
+    assert relative_difference(sgd.momenta, reference.momenta) < 1e-6
+    graphs[1].replay()
+    assert in_step(copies[1], params) and moments.updates.tolist() == [4]
+
+
+@gpu
+@needs_card
+@pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_steps_never_wait_for_the_device(backend):
     params, moments, sgd, step = card_case(backend)
     inputs = [scalar(value, "cuda") for value in INPUTS]
@@ -512,6 +746,14 @@ def test_steps_never_wait_for_the_device(backend):
             step(value)
         moments.bind(params)
         moments.flush()
+        sgd.set_copies(copies_of(params))
+        sgd.step(
+            in_dtypes([param * 1 for param in params]),
+            inputs[0],
+            torch.ones(2, device="cuda"),
+            inputs[0],
+            moments.nonfinite,
+        )
         sgd.flush()
     finally:
         torch.cuda.set_sync_debug_mode("default")
