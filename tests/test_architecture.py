@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    0: {"settings", "records", "paper", "graphs", "sources", "lanczos"},
+    0: {"settings", "records", "paper", "graphs", "sources", "lanczos", "convolution"},
     1: {
         "identity",
         "hardware",

@@ -253,3 +253,28 @@ def test_b_does_not_grow_on_a_reading_of_the_plan_that_was():
     assert changed.plan_changed and changed.batch == 96 and "the plan changes" in changed.batch_reason
     settled, _ = decide(reading, state, settings, native)
     assert not settled.plan_changed and settled.batch == 128
+
+
+@pytest.mark.parametrize("share, changes", [(None, True), (0.05, True), (0.051, False), (9.0, False)])
+def test_a_plan_waits_while_capturing_it_would_take_too_much_of_the_time(share, changes):
+    """Rates and batch do not wait, nor does a change that leaves the executed plan as it is."""
+    settings = rules(
+        "method.precision.tau_low=1.0", "method.precision.tau_high=10.0", "method.capture.max_overhead=0.05"
+    )
+    _, state = start(2, settings, native)
+    seen = signals(variance=(0.01, 0.01), lambda_max=(1.0, 1.0), memory_bytes=99, budget_bytes=100, capture_share=share)
+    decision, _ = decide(seen, state, settings, native)
+    assert decision.executed == (("fp16",) * 2 if changes else ("bf16",) * 2)
+    assert decision.rates[0] < 1.0 and decision.batch < settings.batch.initial
+    decision, _ = decide(seen, state, settings, without_bf16)
+    assert decision.requested == ("fp16",) * 2 and decision.executed == ("fp16",) * 2
+
+
+def test_a_plan_that_waited_is_put_in_force_once_it_is_affordable():
+    settings = rules("method.precision.tau_low=1.0", "method.precision.tau_high=10.0")
+    _, state = start(2, settings, native)
+    for share in (0.5, 0.2, 0.06):
+        decision, state = decide(signals(variance=(0.01, 0.01), capture_share=share), state, settings, native)
+        assert not decision.plan_changed
+    decision, _ = decide(signals(variance=(0.01, 0.01), capture_share=0.04), state, settings, native)
+    assert decision.executed == ("fp16",) * 2

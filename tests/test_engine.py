@@ -19,10 +19,9 @@ def batch(size: int = 16, seed: int = 0):
 
 def poison(made, value=float("inf")):
     """Leave gradients of which one element is not finite, as an overflowing loss does."""
-    images, labels = batch()
-    loss, logits = made.forward_backward(images, labels)
-    made.network.module.fc.weight.grad[0, 0] = value
-    made.update(loss, logits, labels)
+    losses, correct = made.forward_backward(*batch())
+    made._leaves[-1].grad[0] = value
+    made.update(losses, correct)
 
 
 def test_fp32_step_is_plain_sgd():
@@ -79,6 +78,7 @@ def test_statistics_do_not_depend_on_the_loss_scale():
         made = engine(f"method.loss_scale.initial={scale}")
         # Scaling without FP16 rounding, which would differ between scales by itself.
         made._scaled = True
+        made.scalars.set_scaled(True)
         for step in range(20):
             made.step(*batch(seed=step))
         readings.append(torch.tensor(made.read().variance))
@@ -104,9 +104,9 @@ def test_loss_scale_follows_grad_scaler():
 def test_variance_is_that_of_the_weight_gradients_times_the_batch_ratio():
     made = engine()
     images, labels = batch(8)
-    loss, logits = made.forward_backward(images, labels)
+    losses, correct = made.forward_backward(images, labels)
     expected = [layer.weight.grad.double().var(correction=0).item() * 8 / 16 for layer in made.network.layers.values()]
-    made.update(loss, logits, labels)
+    made.update(losses, correct)
     assert made.read().variance == pytest.approx(expected, rel=1e-5)
 
 
@@ -175,3 +175,22 @@ def test_statistics_are_not_kept_for_static_methods():
     made = engine("method=amp", plan=FP16)
     made.step(*batch())
     assert made.read().variance is None
+
+
+def test_on_a_cpu_steps_run_eagerly_and_the_reason_is_known():
+    made = engine("method=fp32")
+    made.step(*batch())
+    assert made.eager_reason == "no CUDA graphs on a cpu device"
+    assert (made.captures, made.capture_seconds, made.replayed_bytes) == (0, 0.0, 0)
+
+
+def test_a_plan_may_change_between_steps():
+    """Copies of 16-bit layers come and go, and the update goes on from the FP32 weights."""
+    made = engine(schedule=Schedule(0.01, 0, 10_000))
+    for step, plan in enumerate((["fp32"] * 10, FP16, ["bf16", "fp16"] * 5, ["fp32"] * 10)):
+        made.set_plan(plan)
+        made.step(*batch(seed=step))
+        for copy, parameter in zip(made._copies.of_parameters, made._parameters, strict=True):
+            assert copy is None or torch.equal(copy, parameter.to(copy.dtype))
+    reading = made.read()
+    assert reading.samples_applied == 64 and reading.loss_samples == 64

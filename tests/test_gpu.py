@@ -1,13 +1,17 @@
 """The whole loop on a real card, and on the same card disguised as a T4 and a P100."""
 
+import gc
+
 import pytest
 import torch
 from tiny import images, settings, trainer
 
+from triaccel_bench import graphs as graphs_module
 from triaccel_bench import hardware, models, precision
 from triaccel_bench.configuration import compose
-from triaccel_bench.data import DeviceData, ElasticSampler, draw
+from triaccel_bench.data import DeviceData
 from triaccel_bench.engine import Engine
+from triaccel_bench.meters import VramMeter
 from triaccel_bench.schedule import Schedule
 
 pytestmark = [
@@ -26,35 +30,160 @@ def data():
     return images(train=64, evaluation=32, side=32)
 
 
-def engine(name: str, levels: list[str], kernels: str, lr: float = 0.05):
+def engine(name: str, levels: list[str], kernels: str, lr: float = 0.05, layout: str = "channels_last", **more):
     chosen = compose([f"model={name}", "method=triaccel"])
     torch.manual_seed(0)
     network = models.build(chosen.model, 10)
-    network.module.cuda().train()
+    network.module.to("cuda", memory_format=getattr(torch, layout)).train()
     precision.prepare(network)
     plan = [levels[index % len(levels)] for index in range(len(network.layers))]
-    return Engine(network, chosen.method, chosen.optimizer, Schedule(lr, 0, 10_000), kernels, plan), chosen
+    made = Engine(network, chosen.method, chosen.optimizer, Schedule(lr, 0, 10_000), kernels, plan, **more)
+    return made, chosen
 
 
+def resident(kernels: str, train: int = 64) -> DeviceData:
+    chosen = compose(["model=resnet18"])
+    held = images(train=train, evaluation=32, side=32)
+    return DeviceData(held, chosen.dataset, 32, torch.device("cuda"), kernels, channels_last=True)
+
+
+def source_of(data: DeviceData):
+    def source(dtype, indices):
+        batch = data.input_buffers(len(indices), dtype)
+        data.fill(*batch, indices)
+        return batch
+
+    return source
+
+
+def train(made, data: DeviceData, batches: list[int], epochs: int = 1) -> None:
+    for epoch in range(epochs):
+        sampler = data.begin_epoch(0, epoch)
+        for size in batches:
+            made.step(sampler.take(size))
+
+
+@pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
-def test_steps_never_wait_for_the_device(name, kernels):
-    made, chosen = engine(name, ["fp16", "bf16", "fp32"], kernels)
-    device = torch.device("cuda")
-    resident = DeviceData(data(), chosen.dataset, 32, device)
-    draws = draw(64, chosen.dataset, 0, 1, device)
-    made.step(*resident.train_batch(torch.arange(32, device=device), draws))
-    sampler = ElasticSampler(64, 0, 1, device)
+def test_steps_never_wait_for_the_device(name, kernels, graphs):
+    data = resident(kernels)
+    made, _ = engine(name, ["fp16", "bf16", "fp32"], kernels, source=source_of(data), graphs=graphs)
+    train(made, data, [16, 32, 16], epochs=2)  # warms up, and captures both sizes
+    data.prepare(0, 2)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        while sampler.remaining:
-            made.step(*resident.train_batch(sampler.take(16), draws))
+        sampler = data.begin_epoch(0, 2)
+        for size in (16, 32, 16):
+            made.step(sampler.take(size))
         made.set_rates([0.5] * len(made.network.layers), 2.0)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     reading = made.read()
-    assert reading.samples == 96 and reading.loss_sum > 0
+    assert reading.samples == 192 and reading.loss_sum > 0
+    assert made.captures == (2 if graphs else 0)
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("levels", [["fp32"], ["fp16", "bf16", "fp32"]], ids=["fp32", "mixed"])
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_replayed_steps_are_the_eager_ones(name, levels, kernels):
+    """Same seed, same batches of three sizes, a leftover among them: the same losses, counters and momentum.
+
+    The rate is small: gradients of a library differ in the last bit from run to run, and training would blow that up.
+    """
+    readings, momenta = [], []
+    for graphs in (True, False):
+        data = resident(kernels)
+        made, _ = engine(name, levels, kernels, lr=1e-6, source=source_of(data), graphs=graphs)
+        for part in made.network.module.modules():
+            if type(part).__name__ in ("Dropout", "StochasticDepth"):
+                part.p = 0.0
+        train(made, data, [16, 16, 24, 8], epochs=4)
+        readings.append(made.read())
+        momenta.append(torch.cat([buffer.flatten() for buffer in made.sgd.momenta]))
+        assert made.captures == (3 if graphs else 0)
+    replayed, eager = readings
+    assert replayed.samples == eager.samples == 256 and replayed.steps_skipped == eager.steps_skipped
+    assert replayed.learning_rate == eager.learning_rate
+    assert replayed.loss_sum == pytest.approx(eager.loss_sum, rel=1e-3)
+    assert torch.tensor(replayed.variance).log() == pytest.approx(torch.tensor(eager.variance).log(), abs=0.1)
+    assert (momenta[0] - momenta[1]).norm() < 0.02 * momenta[1].norm()
+
+
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_memory_of_replayed_steps_is_that_of_eager_ones(name):
+    peaks = {}
+    for graphs in (True, False):
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        data = resident("triton")
+        made, _ = engine(name, ["fp16"], "triton", source=source_of(data), graphs=graphs)
+        meter = VramMeter(hardware.inspect("cuda", "triton"), data.bytes + before)
+        with torch.cuda.stream(graphs_module.stream(torch.device("cuda", 0))):
+            train(made, data, [64], epochs=1)
+            meter.begin_window()
+            train(made, data, [64], epochs=2)  # the capture lies in this window
+            at_capture = meter.window_peak_bytes(made.replayed_bytes)
+            made.replayed_bytes = 0
+            meter.begin_window()
+            train(made, data, [64], epochs=100)
+            peaks[graphs] = at_capture, meter.window_peak_bytes(made.replayed_bytes)
+        del made, data
+    for captured, eager in zip(peaks[True], peaks[False], strict=True):
+        assert captured == pytest.approx(eager, rel=0.03)
+
+
+def test_graphs_share_memory_and_old_ones_go():
+    data = resident("triton", train=256)
+    made, _ = engine("resnet18", ["fp16"], "triton", source=source_of(data), graphs=True, cached=2)
+    train(made, data, [256], epochs=2)
+    torch.cuda.empty_cache()
+    one = torch.cuda.memory_reserved()
+    train(made, data, [128, 64, 32], epochs=2)
+    torch.cuda.empty_cache()
+    assert made.captures == 4 and len(made._steps) == 2
+    assert torch.cuda.memory_reserved() <= 1.05 * one
+    made.set_plan(["bf16"] * 21)
+    assert not made._steps
+    train(made, data, [64], epochs=3)
+    assert made.captures == 5 and made.read().loss_sum > 0
+
+
+def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why():
+    data = resident("triton")
+    inner = source_of(data)
+
+    def waiting(dtype, indices):
+        indices.sum().item()
+        return inner(dtype, indices)
+
+    made, _ = engine("resnet18", ["bf16"], "triton", source=waiting, graphs=True)
+    train(made, data, [32], epochs=4)
+    assert made.captures == 0 and "cannot be captured" in made.eager_reason
+    assert made.read().samples == 128 and made.read().steps_skipped == 0
+
+
+def test_weight_copies_follow_the_update():
+    data = resident("triton")
+    made, _ = engine("resnet18", ["fp16", "fp32", "bf16"], "triton", source=source_of(data), graphs=True)
+    train(made, data, [32], epochs=4)
+    pairs = [(copy, p) for copy, p in zip(made._copies.of_parameters, made._parameters) if copy is not None]
+    assert len(pairs) == 14 + 1  # two of three of 21 layers, and one bias
+    for copy, parameter in pairs:
+        assert torch.equal(copy, parameter.to(copy.dtype))
+
+
+def test_evaluation_replayed_is_evaluation():
+    data = resident("triton")
+    results = []
+    for graphs in (True, False):
+        made, _ = engine("resnet18", ["fp16"], "triton", source=source_of(data), graphs=graphs)
+        results.append([made.evaluate(data.eval_batches(12)) for _ in range(3)])
+    for found in results[0] + results[1][1:]:
+        assert found[2] == 32 and found[:2] == pytest.approx(results[1][0][:2], rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
@@ -110,9 +239,10 @@ def test_epoch_seconds_agree_with_device_events():
 
     made.clock.read = with_event
     made.train()
-    # Each static epoch reads the clock at the start and end of training, then around evaluation.
-    for record, start in zip(run.epochs, range(0, len(events), 4), strict=True):
-        elapsed = events[start].elapsed_time(events[start + 1]) / 1e3
+    # Each epoch reads the clock at its start, at control steps, at the end of training, then around evaluation.
+    reads = len(events) // len(run.epochs)
+    for record, start in zip(run.epochs, range(0, len(events), reads), strict=True):
+        elapsed = events[start].elapsed_time(events[start + reads - 3]) / 1e3
         assert record.train_seconds == pytest.approx(elapsed, rel=0.02, abs=2e-4)
 
 

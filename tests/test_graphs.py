@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from triaccel_bench.graphs import CaptureError, Graph
+from triaccel_bench.graphs import CaptureError, Graph, Pool, peak_allocated, reset_peak
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -143,3 +143,41 @@ def test_fault_in_the_warm_up_passes_unchanged():
 
     with pytest.raises(ValueError, match="odd shape"):
         Graph(work)
+
+
+@pytest.mark.gpu
+@needs_card
+def test_a_graph_knows_its_peak_and_leaves_the_windows_alone():
+    device = torch.device("cuda", 0)
+    reset_peak(device)
+    torch.empty(1 << 26, dtype=torch.uint8, device=device)
+    before = torch.cuda.memory_allocated()
+
+    def work():
+        torch.zeros(1 << 24, dtype=torch.uint8, device=device).add_(1)
+
+    graph = Graph(work, warmup=0)
+    assert graph.peak_bytes == pytest.approx(1 << 24, rel=0.01)
+    assert peak_allocated(device) == pytest.approx(before + (1 << 26), rel=0.01)
+    reset_peak(device)
+    assert peak_allocated(device) < before + (1 << 24)
+    graph.release()
+
+
+@pytest.mark.gpu
+@needs_card
+def test_a_pool_outlives_its_graphs_and_hands_their_memory_on():
+    def work():
+        torch.ones(1 << 22, device="cuda").mul_(2)
+
+    pool = Pool()
+    Graph(work, pool=pool.handle).release()
+    one = torch.cuda.memory_reserved()
+    for _ in range(3):
+        graph = Graph(work, pool=pool.handle)
+        graph.replay()
+        graph.release()
+    assert torch.cuda.memory_reserved() == one
+    pool.release()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < one

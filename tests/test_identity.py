@@ -19,7 +19,17 @@ def test_a_cell_ignores_what_cannot_change_a_result(override):
 
 
 @pytest.mark.parametrize(
-    "override", ["epochs=3", "optimizer.lr=0.2", "method.curvature.alpha=0.1", "model=resnet8", "memory.budget=device"]
+    "override",
+    [
+        "epochs=3",
+        "optimizer.lr=0.2",
+        "method.curvature.alpha=0.1",
+        "model=resnet8",
+        "memory.budget=device",
+        "method.capture.max_overhead=0.5",
+        "engine.graphs=false",
+        "model.layout=nchw",
+    ],
 )
 def test_a_cell_follows_what_can(override):
     assert cell(override) != cell()
@@ -28,7 +38,7 @@ def test_a_cell_follows_what_can(override):
 
 @pytest.mark.parametrize("override", [
     "method.curvature.alpha=0.1", "method.precision.beta=0.5", "method.batch.up=8", "memory.budget=device",
-    "method.control.plan_changes_per_epoch=3",
+    "method.control.plan_changes_per_epoch=3", "method.capture.max_overhead=0.5",
 ])  # fmt: skip
 def test_fp32_ignores_switches_that_are_off(override):
     assert cell("method=fp32", override) == cell("method=fp32")

@@ -33,7 +33,7 @@ class Meter(MemoryMeter):
     def begin_window(self):
         self.peak = 100
 
-    def window_peak_bytes(self):
+    def window_peak_bytes(self, replayed_bytes=0):
         return self.peak
 
     def headroom_bytes(self, peak_bytes):

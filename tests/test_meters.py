@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from triaccel_bench import graphs
 from triaccel_bench.meters import CardState, Clock, NoMeter, Readings, TensorMeter, VramMeter, card_state, open_meter
 
 CPU = torch.device("cpu")
@@ -143,6 +144,32 @@ def test_a_window_forgets_the_peak_before_it(monkeypatch):
     allocator.allocate(50)
     allocator.free(50)
     assert meter.window_peak_bytes() == 150
+
+
+def test_a_replay_counts_with_what_is_allocated_beside_it(monkeypatch):
+    """The allocator sees nothing of a replay; weights that came after the capture count all the same."""
+    allocator = FakeAllocator(monkeypatch)
+    meter = VramMeter(card(nvml=None), dataset_bytes=100)
+    allocator.allocate(600)
+    meter.begin_window()
+    assert meter.window_peak_bytes(replayed_bytes=250) == 750
+    allocator.allocate(400)
+    allocator.free(350)
+    assert meter.window_peak_bytes(replayed_bytes=250) == 900
+    assert meter.window_peak_bytes(replayed_bytes=400) == 950
+
+
+def test_a_capture_does_not_hide_the_peak_before_it(monkeypatch):
+    """A capture resets torch's counter to learn its own peak; the window keeps what it had seen."""
+    allocator = FakeAllocator(monkeypatch)
+    meter = VramMeter(card(nvml=None), dataset_bytes=0)
+    meter.begin_window()
+    allocator.allocate(900)
+    allocator.free(800)
+    graphs._remember_peak(0)
+    assert meter.window_peak_bytes() == 900
+    meter.begin_window()
+    assert meter.window_peak_bytes() == 100
 
 
 @pytest.mark.parametrize("order", ["AB", "BA", "A", "B"])

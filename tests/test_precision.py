@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from triaccel_bench import models, precision
 from triaccel_bench.configuration import compose
+from triaccel_bench.precision import WeightCopies
 
 ARCHITECTURES = ["resnet8", "resnet18", "resnet18_cifar", "efficientnet_b0"]
 
@@ -139,3 +140,55 @@ def test_strict_fp32_restores_plan_and_flags_even_after_an_error():
         assert torch.backends.cudnn.allow_tf32 and torch.backends.cuda.matmul.allow_tf32
     finally:
         precision.allow_tf32(False)
+
+
+def test_copies_take_the_gradient_and_follow_the_plan():
+    network = prepared("resnet8")
+    parameters = list(network.module.parameters())
+    copies = WeightCopies(network, parameters)
+    plan = ["fp16", "bf16", "fp32"] * 3 + ["bf16"]
+    precision.apply(network, plan)
+    copies.follow()
+    images, labels = torch.randn(4, 3, 8, 8), torch.tensor([1, 2, 3, 4])
+    functional.cross_entropy(network.module(images), labels).backward()
+    dtype_of = {id(layer.weight): precision.DTYPES[level] for layer, level in zip(network.layers.values(), plan)}
+    for parameter, leaf in zip(parameters, copies.leaves, strict=True):
+        expected = dtype_of.get(id(parameter), leaf.dtype)
+        assert leaf.dtype == expected and leaf.grad is not None and leaf.grad.dtype == expected
+        assert (leaf is parameter) == (expected == torch.float32)
+        assert torch.equal(leaf.detach(), parameter.detach().to(expected))
+        assert leaf is parameter or parameter.grad is None
+    addresses = [copy.data_ptr() for copy in copies.of_parameters if copy is not None]
+    precision.apply(network, ["bf16" if level == "fp16" else "fp16" if level == "bf16" else level for level in plan])
+    copies.follow()
+    assert [copy.data_ptr() for copy in copies.of_parameters if copy is not None] == addresses
+    precision.apply(network, ["fp32"] * 10)
+    copies.follow()
+    assert all(leaf is parameter for leaf, parameter in zip(copies.leaves, parameters, strict=True))
+
+
+def test_an_fp32_probe_of_a_16_bit_layer_reads_its_weight_and_not_its_copy():
+    network = prepared("resnet8")
+    copies = WeightCopies(network, list(network.module.parameters()))
+    precision.apply(network, ["bf16"] * 10)
+    copies.follow()
+    torch.manual_seed(0)
+    plain = models.build(compose(["model=resnet8"]).model, 10).module.eval()
+    images = torch.randn(2, 3, 8, 8)
+    network.module.eval()
+    with precision.strict_fp32(network):
+        assert torch.equal(network.module(images), plain(images))
+    assert not torch.equal(network.module(images), plain(images))
+
+
+def test_copies_can_be_brought_up_to_date():
+    network = prepared("resnet8")
+    parameters = list(network.module.parameters())
+    copies = WeightCopies(network, parameters)
+    precision.apply(network, ["fp16"] * 10)
+    copies.follow()
+    with torch.no_grad():
+        parameters[0].add_(1.0)
+    assert not torch.equal(copies.leaves[0], parameters[0].half())
+    copies.refresh()
+    assert torch.equal(copies.leaves[0], parameters[0].half())

@@ -218,7 +218,7 @@ class _Scripted:
 
     def begin_window(self): ...
 
-    def window_peak_bytes(self):
+    def window_peak_bytes(self, replayed_bytes=0):
         return next(self._values)
 
     def recording(self):

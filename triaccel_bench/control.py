@@ -37,6 +37,8 @@ class Signals:
     budget_bytes: int | None
     free_bytes: int | None = None
     """By how much that peak could grow on this device."""
+    capture_share: float | None = None
+    """Share of training time that capturing steps again would have taken after one more change of plan."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,8 @@ def decide(
     """One pass of section 3.4.
 
     ``executed_of`` maps a requested dtype to the one the device runs for it. A change of plan
-    beyond ``control.plan_changes_per_epoch`` waits for the next epoch; rates and batch do not.
+    beyond ``control.plan_changes_per_epoch`` waits for the next epoch, and one whose capture would
+    exceed ``capture.max_overhead`` until training has gone on long enough; rates and batch do not.
     """
     before = plan(state, executed_of)
     state = replace(state, windows=state.windows + 1, dwelt=tuple(n + 1 for n in state.dwelt))
@@ -113,7 +116,8 @@ def decide(
     if executed != executed_before:
         # The quota is on what is executed: BF16 against FP16 on a card that runs both as FP16 costs nothing.
         changes = state.changes if state.changes_epoch == signals.epoch else 0
-        if changes < rules.control.plan_changes_per_epoch:
+        affordable = signals.capture_share is None or signals.capture_share <= rules.capture.max_overhead
+        if affordable and changes < rules.control.plan_changes_per_epoch:
             proposal = replace(proposal, changes_epoch=signals.epoch, changes=changes + 1)
         else:
             proposal, after, executed = state, before, executed_before

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from triaccel_bench.graphs import CaptureError, Graph
+from triaccel_bench.graphs import CaptureError, Graph, clear_workspaces
 from triaccel_bench.lanczos import Product, Spectrum, lanczos, most_products, unit
 from triaccel_bench.settings import CurvatureSettings
 
@@ -208,8 +208,7 @@ class HessianEstimator:
         finally:
             if graph is not None:
                 graph.release()
-                # The capture's stream has cuBLAS workspaces of its own, which would stay for good: up to 64 MiB.
-                torch._C._cuda_clearCublasWorkspaces()
+                clear_workspaces(images.device)
                 torch.cuda.empty_cache()
 
     @contextlib.contextmanager

@@ -1,38 +1,38 @@
-"""One training step, from a batch on the device to updated weights, without a host read.
+"""One training step, from indices of a batch to updated weights, without a host read.
 
-The step is the same for every method: forward with each layer in its executed dtype, backward,
-gradient moments and the non-finite check, update, loss-scale update, counters. What a method
-changes between steps (plan, layer rates, batch size) arrives through ``set_*``.
+The step is the same for every method: input, forward with each layer in its executed dtype,
+backward, gradient moments and the non-finite check, update, loss-scale update, counters. What a
+method changes between steps (plan, layer rates, batch size) arrives through ``set_*``.
+
+On a CUDA device a step of one batch size under one executed plan is captured once and then
+replayed: these models are small, and Python would launch their kernels ten times slower than
+the device runs them. The step before a capture is a real one that runs eagerly and warms up
+whatever the capture must not meet for the first time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triaccel_bench import precision
+from triaccel_bench import models, precision
+from triaccel_bench.graphs import CaptureError, Graph, Pool
+from triaccel_bench.kernels.bookkeeping import COUNTERS, StepScalars
+from triaccel_bench.kernels.loss import cross_entropy
 from triaccel_bench.kernels.moments import GradientMoments
 from triaccel_bench.kernels.update import FusedSGD
 from triaccel_bench.models import Network
 from triaccel_bench.schedule import Schedule
-from triaccel_bench.settings import LossScaleSettings, MethodSettings, OptimizerSettings
+from triaccel_bench.settings import MethodSettings, OptimizerSettings
 
-_COUNTERS = (
-    "loss_sum",
-    "loss_samples",
-    "correct",
-    "samples",
-    "samples_applied",
-    "steps_skipped",
-    "consecutive_skips",
-    "longest_skip_run",
-)
-_SUMS = _COUNTERS.index("consecutive_skips")
-"""The counters before it add up over steps."""
+Source = Callable[..., tuple[Tensor, Tensor]]
+"""``(dtype, *inputs) -> (images, labels)``: the batch that a step's inputs stand for, images in ``dtype``."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,35 @@ class Reading:
     """v_l(t), the EMA over applied steps; ``None`` before the first one or without statistics."""
 
 
+def as_given(dtype: torch.dtype, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The ``Source`` of steps whose inputs are the batch itself."""
+    return images.to(dtype), labels
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A captured function and the tensors that its replay reads."""
+
+    graph: Graph
+    slots: tuple[Tensor, ...]
+
+
 class Engine:
-    """Owns the optimizer state, the loss scale and the counters of one network.
+    """Owns the optimizer state, the loss scale, the counters and the captured steps of one network.
 
     Args:
         network: on its device, already prepared by ``precision.prepare``.
         kernels: ``triton`` or ``torch``.
         executed: the executed plan, one dtype a layer.
+        source: turns a step's inputs into a batch; runs within the captured step.
+        graphs: capture steps where there is a CUDA device.
+        cached: captured steps that are kept, the most recently used ones.
+
+    Attributes:
+        eager_reason: why steps run eagerly; ``None`` while they are captured.
+        captures: steps captured so far.
+        capture_seconds: what captures and the eager steps that warmed them up took.
+        replayed_bytes: the largest ``Graph.peak_bytes`` replayed since it was last set to 0.
     """
 
     def __init__(
@@ -72,33 +94,63 @@ class Engine:
         schedule: Schedule,
         kernels: str,
         executed: Sequence[str],
+        source: Source = as_given,
+        graphs: bool = False,
+        cached: int = 8,
     ) -> None:
         self.network = network
-        self.schedule = schedule
-        self._scaling: LossScaleSettings = method.loss_scale
+        self._source = source
+        self._kernels = kernels
         self._normalise = method.precision.normalise_by_batch
         self._initial_batch = method.batch.initial
         self._parameters, layer_of = _ordered_parameters(network)
         device = self._parameters[0].device
         layers = len(network.layers)
         self._track = method.precision.adaptive
+        models.use_kernels(network, kernels)
         sizes = [parameter.numel() for parameter in self._parameters]
         self.moments = GradientMoments(sizes, layers, device, kernels, method.precision.beta, self._track)
         self.sgd = FusedSGD(self._parameters, layer_of, kernels, optimizer.momentum, optimizer.weight_decay)
+        scaling = method.loss_scale
+        self.scalars = StepScalars(
+            schedule.base_lr,
+            schedule.warmup_samples,
+            schedule.total_samples,
+            scaling.initial,
+            scaling.growth_factor,
+            scaling.backoff_factor,
+            scaling.growth_interval,
+            device,
+            kernels,
+        )
         self._rates = torch.ones(layers, device=device)
-        self._scale = torch.full((), self._scaling.initial, device=device)
-        self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self._one = torch.ones((), device=device)
-        self._rate_factor = torch.ones((), device=device)
-        self._learning_rate = torch.zeros((), device=device)
-        self._counters = torch.zeros(len(_COUNTERS), dtype=torch.float64, device=device)
-        self._scaled = False
+        self._batch_factors: dict[int, Tensor] = {}
+        self._copies = precision.WeightCopies(network, self._parameters)
+        self._evaluation = torch.zeros(2, dtype=torch.float64, device=device)
+        self.eager_reason = _reason_for_eager(graphs, device)
+        self.captures = 0
+        self.capture_seconds = 0.0
+        self.replayed_bytes = 0
+        self._cached = cached
+        self._pool: Pool | None = None
+        self._steps: OrderedDict[tuple, _Captured] = OrderedDict()
+        self._warm: set[tuple] = set()
         self.set_plan(executed)
 
     def set_plan(self, executed: Sequence[str]) -> None:
-        """Put an executed plan in force; the loss is scaled from then on if any layer runs in FP16."""
+        """Put an executed plan in force; the loss is scaled from then on if any layer runs in FP16.
+
+        Steps captured under another plan are given up: they would run its dtypes.
+        """
+        self._forget_captures()
         precision.apply(self.network, executed)
+        self._input_dtype = precision.DTYPES[executed[0]]
+        self._copies.follow()
+        self._leaves = self._copies.leaves
+        self.sgd.set_copies(self._copies.of_parameters)
         self._scaled = "fp16" in executed
+        self.scalars.set_scaled(self._scaled)
 
     def set_rates(self, rates: Sequence[float], factor: float) -> None:
         """Layer rate scales (section 3.2) and the factor by which eta_0 follows the batch size."""
@@ -107,75 +159,116 @@ class Engine:
             # A pinned source makes the copy asynchronous; the allocator keeps it until the copy is done.
             rates = rates.pin_memory()
         self._rates.copy_(rates, non_blocking=True)
-        self._rate_factor.fill_(factor)
+        self.scalars.rate_factor.fill_(factor)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state (momentum)."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.sgd.momenta)
 
-    def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean loss and logits; gradients, scaled where FP16 runs, are left in ``.grad``."""
-        logits = self.network.module(images)
-        loss = functional.cross_entropy(logits, labels)
-        (loss * self._scale if self._scaled else loss).backward()
-        return loss.detach(), logits.detach()
+    def step(self, *inputs: Tensor) -> None:
+        """One whole training step from the source's inputs; but for a capture, nothing in it waits for the device."""
+        outcome, seconds = self._run("step", self._whole_step, *inputs)
+        self.captures += outcome == "captured"
+        self.capture_seconds += seconds
 
-    def step(self, images: Tensor, labels: Tensor) -> None:
-        """One whole training step; nothing in it waits for the device."""
-        loss, logits = self.forward_backward(images, labels)
-        self.update(loss, logits, labels)
+    def _whole_step(self, *inputs: Tensor) -> None:
+        images, labels = self._source(self._input_dtype, *inputs)
+        self.update(*self.forward_backward(images, labels))
+
+    def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and correctness of each sample; gradients of the mean loss, scaled where FP16 runs, stay in ``.grad``."""
+        logits = self.network.module(images)
+        scale = self.scalars.loss_scale if self._scaled else self._one
+        losses, correct, gradient = cross_entropy(logits.detach(), labels, scale, backend=self._kernels)
+        logits.backward(gradient)
+        return losses, correct
 
     @torch.no_grad()
-    def update(self, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def update(self, losses: Tensor, correct: Tensor) -> None:
         """Statistics, weights, loss scale and counters from the gradients that ``forward_backward`` left."""
-        batch = labels.shape[0]
-        gradients = [parameter.grad for parameter in self._parameters]
-        inverse_scale = self._scale.reciprocal() if self._scaled else self._one
-        batch_factor = self._one * (batch / self._initial_batch if self._normalise else 1.0)
-        self.moments.update(gradients, inverse_scale, batch_factor)
-        skipped = self.moments.nonfinite
-        # The middle of the batch, so that neither the first nor the last step has a rate of zero.
-        position = self._counters[_COUNTERS.index("samples_applied")] + 0.5 * batch
-        self._learning_rate = self.schedule(position) * self._rate_factor
-        self.sgd.step(gradients, self._learning_rate, self._rates, inverse_scale, skipped)
-        if self._scaled:
-            s = self._scaling
-            torch._amp_update_scale_(
-                self._scale, self._growth, skipped, s.growth_factor, s.backoff_factor, s.growth_interval
-            )
-        self._count(loss, logits, labels, skipped[0].double())
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def _count(self, loss: Tensor, logits: Tensor, labels: Tensor, skipped: Tensor) -> None:
-        batch = labels.shape[0]
-        counted = torch.isfinite(loss).double() * batch
-        correct = (logits.argmax(1) == labels).sum()
-        sums, run, longest = self._counters[:_SUMS], self._counters[_SUMS], self._counters[_SUMS + 1]
-        run = (run + skipped) * skipped
-        longest = torch.maximum(longest, run)
-        ahead = torch.stack(
-            (
-                torch.nan_to_num(loss.double(), 0.0, 0.0, 0.0) * counted,
-                counted,
-                correct.double(),
-                torch.full_like(counted, batch),
-                (1.0 - skipped) * batch,
-                skipped,
-            )
+        gradients = self.sgd.gather([leaf.grad for leaf in self._leaves])
+        scalars = self.scalars
+        self.moments.update(gradients, scalars.inverse_scale, self._batch_factor(losses.shape[0]))
+        scalars.advance(losses, correct, self.moments.nonfinite, self._scaled)
+        self.sgd.step(
+            gradients, scalars.learning_rate, self._rates, scalars.applied_inverse_scale, self.moments.nonfinite
         )
-        self._counters = torch.cat((sums + ahead, run[None], longest[None]))
+        for leaf in self._leaves:
+            leaf.grad = None
+
+    def _batch_factor(self, batch: int) -> Tensor:
+        if not self._normalise:
+            return self._one
+        if batch not in self._batch_factors:
+            self._batch_factors[batch] = torch.full_like(self._one, batch / self._initial_batch)
+        return self._batch_factors[batch]
+
+    def _run(self, kind: str, function: Callable[..., None], *inputs: Tensor) -> tuple[str, float]:
+        """Do ``function(*inputs)``; says how, and what of its host time was the price of capturing."""
+        if self.eager_reason is not None:
+            function(*inputs)
+            return "eager", 0.0
+        key = kind, *(tensor.shape for tensor in inputs)
+        outcome, seconds = "replayed", 0.0
+        if key not in self._steps:
+            if key in self._warm:
+                # Steps that the device has yet to finish are no part of the price.
+                torch.cuda.synchronize()
+            started = time.perf_counter()
+            if key not in self._warm:
+                self._warm.add(key)
+                function(*inputs)
+                return "warmed", time.perf_counter() - started
+            captured = self._capture(function, inputs)
+            if captured is None:
+                function(*inputs)
+                return "eager", 0.0
+            self._steps[key] = captured
+            while len(self._steps) > self._cached:
+                self._steps.popitem(last=False)[1].graph.release()
+            outcome, seconds = "captured", time.perf_counter() - started
+        captured = self._steps[key]
+        self._steps.move_to_end(key)
+        for slot, value in zip(captured.slots, inputs, strict=True):
+            slot.copy_(value)
+        captured.graph.replay()
+        self.replayed_bytes = max(self.replayed_bytes, captured.graph.peak_bytes)
+        return outcome, seconds
+
+    def _capture(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> _Captured | None:
+        slots = tuple(torch.empty_like(value) for value in inputs)
+        try:
+            with torch.cuda.device(self._one.device):
+                self._pool = self._pool or Pool()
+                graph = Graph(lambda: function(*slots), pool=self._pool.handle, warmup=0)
+        except CaptureError as error:
+            self.eager_reason = f"a step cannot be captured: {error}"
+            self._forget_captures()
+            return None
+        finally:
+            # Gradients of a capture lie in the graph's memory: nobody else may find them.
+            for leaf in self._leaves:
+                leaf.grad = None
+            self.sgd.flush()
+        return _Captured(graph, slots)
+
+    def _forget_captures(self) -> None:
+        for captured in self._steps.values():
+            captured.graph.release()
+        self._steps.clear()
+        self._warm.clear()
 
     def read(self) -> Reading:
         """The one host read-back of a control step: everything in a single copy."""
-        parts = [self._counters, self._learning_rate[None].double(), self._scale[None].double()]
+        scalars = self.scalars
+        parts = [scalars.counters, scalars.learning_rate[None].double(), scalars.loss_scale[None].double()]
         if self._track:
             parts += [self.moments.updates.double(), self.moments.ema.double()]
         values = torch.cat(parts).tolist()
-        counters = dict(zip(_COUNTERS, values, strict=False))
+        counters = dict(zip(COUNTERS, values, strict=False))
         loss_sum = counters.pop("loss_sum")
-        learning_rate, loss_scale, *statistics = values[len(_COUNTERS) :]
+        learning_rate, loss_scale, *statistics = values[len(COUNTERS) :]
         variance = tuple(statistics[1:]) if self._track and statistics[0] > 0 else None
         return Reading(
             loss_sum=loss_sum,
@@ -190,18 +283,27 @@ class Engine:
         """(sum of losses, correct, samples) over ``(images, labels)`` batches: evaluation mode, the plan's casts."""
         module = self.network.module
         module.eval()
-        total = torch.zeros(2, dtype=torch.float64, device=self._counters.device)
+        self._evaluation.zero_()
         samples = 0
         try:
             for images, labels in batches:
-                logits = module(images)
-                loss = functional.cross_entropy(logits, labels, reduction="sum")
-                total += torch.stack((loss.double(), (logits.argmax(1) == labels).sum().double()))
+                self._run("evaluation", self._evaluate_batch, images, labels)
                 samples += labels.shape[0]
         finally:
             module.train()
-        loss_sum, correct = total.tolist()
+        loss_sum, correct = self._evaluation.tolist()
         return loss_sum, int(correct), samples
+
+    def _evaluate_batch(self, images: Tensor, labels: Tensor) -> None:
+        logits = self.network.module(images)
+        loss = functional.cross_entropy(logits, labels, reduction="sum")
+        self._evaluation += torch.stack((loss.double(), (logits.argmax(1) == labels).sum().double()))
+
+
+def _reason_for_eager(graphs: bool, device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"no CUDA graphs on a {device.type} device"
+    return None if graphs else "asked for by engine.graphs=false"
 
 
 def _ordered_parameters(network: Network) -> tuple[list[Tensor], list[int]]:

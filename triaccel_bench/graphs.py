@@ -3,6 +3,10 @@
 A captured callable must be repeatable: it reads and writes tensors that stay where they are,
 allocates through torch only, and waits for nothing. On a CPU there is nothing to capture;
 whoever may run on either asks first and calls the function itself.
+
+A replay makes no allocator calls, so the allocator's own peak counter does not see it. Each graph
+therefore knows what its call needed at its peak, and ``peak_allocated`` is the counter to read: a
+capture, which has to reset the allocator's, does not disturb it.
 """
 
 from __future__ import annotations
@@ -32,6 +36,10 @@ class Graph:
             one of them while a result of the other is still to be read. ``None``: a private pool.
         warmup: calls before the capture; 0 only if the same kernels have run before.
 
+    Attributes:
+        peak_bytes: what the captured call had allocated at its peak, beyond what was allocated before it.
+            That much is in use during every replay.
+
     Raises:
         CaptureError: no CUDA device, or the call cannot be captured.
         torch.OutOfMemoryError: the device's memory did not suffice; smaller inputs may fit.
@@ -42,10 +50,11 @@ class Graph:
         if not torch.cuda.is_available():
             raise CaptureError("expected a CUDA device to capture on, got none; call the function itself")
         self.outputs: Any = None
+        self.peak_bytes = 0
         self._function: Callable[[], Any] | None = function
         self._graph: torch.cuda.CUDAGraph | None = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
-        side = _side_stream(torch.cuda.current_device())
+        side = stream(torch.device("cuda", torch.cuda.current_device()))
         side.wait_stream(current)
         with torch.cuda.stream(side):
             for _ in range(warmup):
@@ -60,11 +69,15 @@ class Graph:
 
     def _capture(self, pool: Any, side: torch.cuda.Stream) -> Exception | None:
         current = torch.cuda.current_stream()
+        device = torch.cuda.current_device()
         failure: Exception | None = None
         try:
             with torch.cuda.graph(self._graph, pool=pool, stream=side):
                 try:
+                    _remember_peak(device)
+                    before = torch.cuda.memory_allocated(device)
                     self.outputs = self._function()
+                    self.peak_bytes = torch.cuda.max_memory_allocated(device) - before
                 except Exception as error:
                     failure = _described(error)
         except Exception as error:
@@ -100,10 +113,69 @@ class Graph:
         return self._graph
 
 
+class Pool:
+    """Memory that graphs share: what a released one held serves the next, and all need no more than the largest.
+
+    Raises:
+        CaptureError: as ``Graph`` does.
+    """
+
+    def __init__(self) -> None:
+        # torch gives a pool up with its last graph; this one stays and needs no memory itself.
+        self._cell = torch.zeros(1, device="cuda") if torch.cuda.is_available() else None
+        self._anchor = Graph(self._touch, warmup=0)
+
+    def _touch(self) -> None:
+        self._cell.zero_()
+
+    @property
+    def handle(self) -> Any:
+        """What ``Graph`` takes as ``pool``."""
+        return self._anchor.pool
+
+    def release(self) -> None:
+        """Give up the pool, once all of its graphs are released."""
+        self._anchor.release()
+
+
+def clear_workspaces(device: torch.device) -> None:
+    """Free the cuBLAS workspaces (up to 64 MiB) that captures got on their stream, unless all else runs on it too."""
+    if device.type == "cuda" and torch.cuda.current_stream(device) != stream(device):
+        torch._C._cuda_clearCublasWorkspaces()
+
+
+def stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which every capture on ``device`` runs.
+
+    torch keeps a cuBLAS workspace for every stream that ever multiplied: a program that also runs
+    its uncaptured work on this stream has one of them less.
+    """
+    return _stream(torch.cuda.current_device() if device.index is None else device.index)
+
+
 @functools.cache
-def _side_stream(device: int) -> torch.cuda.Stream:
-    # One for all captures: torch keeps a cuBLAS workspace for every stream that ever multiplied.
+def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
+
+
+_earlier_peaks: dict[int, int] = {}
+"""By device: the largest count of allocated bytes since ``reset_peak`` that torch's counter has since forgotten."""
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Largest count of bytes that tensors on ``device`` took since ``reset_peak``, captures included, replays not."""
+    return max(torch.cuda.max_memory_allocated(device), _earlier_peaks.get(device.index or 0, 0))
+
+
+def reset_peak(device: torch.device) -> None:
+    """Forget the peak of ``device``."""
+    _earlier_peaks.pop(device.index or 0, None)
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def _remember_peak(device: int) -> None:
+    _earlier_peaks[device] = peak_allocated(torch.device("cuda", device))
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def _described(error: Exception) -> Exception:

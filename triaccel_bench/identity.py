@@ -51,6 +51,7 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
     if not (elastic or tree["memory"]["enforce"]):
         tree["memory"] = {key: tree["memory"][key] for key in ("meter", "enforce")}
     if not (adaptive or promotion):
+        del method["capture"]
         method["control"] = _without(method["control"], "plan_changes_per_epoch")
     if not (adaptive or elastic or probes):
         del method["control"]

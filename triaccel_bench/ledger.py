@@ -69,6 +69,7 @@ def decision_trace(step: int, signals: Signals, before: Decision, after: Decisio
         promoted=list(after.promoted),
         rate_scale=list(after.rates),
         plan_changed=after.plan_changed,
+        capture_share=signals.capture_share,
     )
 
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from triaccel_bench import graphs
+
 
 class Card(Protocol):
     """The part of ``hardware.Hardware`` that the meters read."""
@@ -77,8 +79,12 @@ class MemoryMeter:
     def begin_window(self) -> None:
         """Forget the peak."""
 
-    def window_peak_bytes(self) -> int | None:
-        """Peak since ``begin_window``, without the resident data set."""
+    def window_peak_bytes(self, replayed_bytes: int = 0) -> int | None:
+        """Peak since ``begin_window``, without the resident data set.
+
+        ``replayed_bytes`` is the largest ``peak_bytes`` of the graphs replayed since then: a replay makes
+        no allocator calls, so its share has to be told.
+        """
         return None
 
     def headroom_bytes(self, peak_bytes: int) -> int | None:
@@ -103,10 +109,9 @@ class NoMeter(MemoryMeter):
 class VramMeter(MemoryMeter):
     """Bytes that this process's tensors take on the card, as the CUDA allocator counts them.
 
-    The peak is max_memory_allocated - ``dataset_bytes``: it needs no NVML, and neither other
-    processes nor the driver enter it. Reading it does not wait for the device. A replayed CUDA
-    graph makes no allocator calls, so a window that only replays shows what stays allocated
-    between replays.
+    The peak is the allocator's own, or what is allocated now plus what replayed graphs need if
+    that is more, minus ``dataset_bytes``. It needs no NVML, and neither other processes nor the
+    driver enter it. Reading it does not wait for the device.
     """
 
     name = "vram"
@@ -118,10 +123,11 @@ class VramMeter(MemoryMeter):
         self._dataset_bytes = dataset_bytes
 
     def begin_window(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
+        graphs.reset_peak(self._device)
 
-    def window_peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device) - self._dataset_bytes
+    def window_peak_bytes(self, replayed_bytes: int = 0) -> int:
+        replaying = torch.cuda.memory_allocated(self._device) + replayed_bytes
+        return max(graphs.peak_allocated(self._device), replaying) - self._dataset_bytes
 
     def headroom_bytes(self, peak_bytes: int) -> int:
         # Not what is free now, between two steps: the next step needs its old peak of that again.
@@ -159,7 +165,7 @@ class TensorMeter(MemoryMeter):
     def begin_window(self) -> None:
         self._peak_bytes = None
 
-    def window_peak_bytes(self) -> int | None:
+    def window_peak_bytes(self, replayed_bytes: int = 0) -> int | None:
         return self._peak_bytes
 
     @contextmanager

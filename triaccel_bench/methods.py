@@ -71,9 +71,12 @@ class Method:
         memory_bytes: int | None,
         budget_bytes: int | None,
         free_bytes: int | None,
+        capture_share: float | None = None,
     ) -> tuple[control.Signals, control.Decision]:
         """One pass of the unified loop (section 3.4) over the newest signals."""
-        signals = control.Signals(epoch, variance, self.lambda_max(), memory_bytes, budget_bytes, free_bytes)
+        signals = control.Signals(
+            epoch, variance, self.lambda_max(), memory_bytes, budget_bytes, free_bytes, capture_share
+        )
         self.decision, self.state = control.decide(signals, self.state, self.settings, self._executed_of)
         return signals, self.decision
 

@@ -1,4 +1,4 @@
-"""The four architectures, their named layers, and the places where two branches meet.
+"""The four architectures, their named layers, their normalisation, and the places where two branches meet.
 
 A *layer* is a module with a weight matrix or kernel (convolution, linear); it is what the
 paper's index l runs over. A *join* is where two branches of unlike dtype may meet: the
@@ -6,6 +6,9 @@ residual addition, and the squeeze-and-excitation product. Layers and joins alik
 results on in the dtype of the layer that consumes them. What is kept for the backward pass
 then exists once, in the dtype its consumer reads; a cast on the way in would keep two copies
 at every change of dtype, and a mixed plan would need more memory than FP32.
+
+In the known blocks a BatchNorm, the activation behind it, the stochastic depth and the residual
+addition are one call, so that a kernel can do them in one pass over memory.
 """
 
 from __future__ import annotations
@@ -16,10 +19,13 @@ from pathlib import Path
 import torch
 import torchvision
 from torch import Tensor, nn
+from torch.nn import functional
 from torchvision.models.efficientnet import MBConv
 from torchvision.models.resnet import BasicBlock, ResNet
-from torchvision.ops import SqueezeExcitation
+from torchvision.ops import Conv2dNormActivation, SqueezeExcitation
 
+from triaccel_bench.kernels.excite import excite, squeeze
+from triaccel_bench.kernels.norm import batch_norm_act
 from triaccel_bench.settings import ModelSettings
 
 LAYER_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
@@ -64,10 +70,11 @@ def describe(module: nn.Module) -> Network:
     layers = {name: child for name, child in module.named_modules() if isinstance(child, LAYER_TYPES)}
     names = list(layers)
     consumers = dict(zip(names, [*names[1:], *names[-1:]], strict=True))
+    _fuse(module)
     joins = []
     for path, child in module.named_modules():
         join_type = _JOIN_TYPES.get(type(child), type(child) if type(child) in _JOIN_TYPES.values() else None)
-        if join_type is None or not getattr(child, "use_res_connect", True):
+        if join_type is None or not join_type.fits(child):
             continue
         inside = [index for index, name in enumerate(names) if name.startswith(f"{path}.")]
         if inside[-1] + 1 == len(names):
@@ -81,6 +88,52 @@ def describe(module: nn.Module) -> Network:
     return Network(module, layers, consumers, tuple(joins))
 
 
+class Norm(nn.BatchNorm2d):
+    """BatchNorm with what follows it: ``activation((normalised x) * sample_scale + residual)``.
+
+    ``kernels`` is the backend of training passes; evaluation is torch's own operations, which can be
+    differentiated twice.
+    """
+
+    kernels = "torch"
+
+    def forward(
+        self,
+        x: Tensor,
+        activation: str = "none",
+        residual: Tensor | None = None,
+        sample_scale: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        if not self.training:
+            y = functional.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, False, self.momentum, self.eps
+            )
+            return _finished(y, activation, residual, out_dtype)
+        return batch_norm_act(
+            x,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.momentum,
+            self.eps,
+            activation=activation,
+            residual=residual,
+            sample_scale=sample_scale,
+            out_dtype=out_dtype,
+            backend=self.kernels,
+        )
+
+
+_ACTIVATION_NAMES = {nn.ReLU: "relu", nn.SiLU: "silu"}
+_ACTIVATIONS = {
+    "none": lambda y: y,
+    "relu": functional.relu_,
+    "silu": lambda y: functional.silu(y, inplace=True),
+}
+
+
 def join_sum(left: Tensor, right: Tensor, dtype: torch.dtype | None) -> Tensor:
     """left + right, summed in the wider of the two dtypes and handed on in ``dtype`` (None: the promoted one)."""
     if left.dtype == right.dtype and dtype in (None, left.dtype):
@@ -89,36 +142,68 @@ def join_sum(left: Tensor, right: Tensor, dtype: torch.dtype | None) -> Tensor:
     return total if dtype is None else total.to(dtype)
 
 
+def _finished(y: Tensor, activation: str, residual: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    y = y if residual is None else join_sum(y, residual, out_dtype)
+    return _ACTIVATIONS[activation](y)
+
+
+def _count_batches(module: nn.Module, inputs: tuple) -> None:
+    """One launch for the counters of all ``Norm`` layers, where each would add to its own."""
+    if module.training:
+        torch._foreach_add_([part.num_batches_tracked for part in module.modules() if isinstance(part, Norm)], 1)
+
+
 class _JoinedBasicBlock(BasicBlock):
     join_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def fits(block: BasicBlock) -> bool:
+        return isinstance(block.bn1, Norm) and isinstance(block.bn2, Norm)
 
     @staticmethod
     def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
         return [name for name in (f"{path}.conv2", f"{path}.downsample.0") if name in names]
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.relu(self.bn1(self.conv1(x)))
-        out = self.bn2(self.conv2(out))
+        out = self.bn1(self.conv1(x), "relu")
         identity = x if self.downsample is None else self.downsample(x)
-        return self.relu(join_sum(out, identity, self.join_dtype))
+        return self.bn2(self.conv2(out), "relu", identity, out_dtype=self.join_dtype)
 
 
 class _JoinedMBConv(MBConv):
     join_dtype: torch.dtype | None = None
 
     @staticmethod
+    def fits(block: MBConv) -> bool:
+        return block.use_res_connect and len(block.block[-1]) == 2 and isinstance(block.block[-1][1], Norm)
+
+    @staticmethod
     def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
         return [names[inside[-1]]]
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.block(x)
-        if not self.use_res_connect:
-            return out
-        return join_sum(self.stochastic_depth(out), x, self.join_dtype)
+        *expansion, (convolution, norm) = self.block
+        out = x
+        for part in expansion:
+            out = part(out)
+        return norm(convolution(out), "none", x, self._survival(x), self.join_dtype)
+
+    def _survival(self, x: Tensor) -> Tensor | None:
+        """Stochastic depth: for each sample 0, or 1 / (1 - p) with probability 1 - p."""
+        dropped = self.stochastic_depth.p
+        if not self.training or dropped == 0.0:
+            return None
+        survival = torch.empty(x.shape[0], device=x.device).bernoulli_(1.0 - dropped)
+        return survival.div_(1.0 - dropped) if dropped < 1.0 else survival
 
 
 class _JoinedSqueezeExcitation(SqueezeExcitation):
     join_dtype: torch.dtype | None = None
+    kernels = "torch"
+
+    @staticmethod
+    def fits(block: SqueezeExcitation) -> bool:
+        return type(block.scale_activation) is nn.Sigmoid
 
     @staticmethod
     def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
@@ -126,8 +211,44 @@ class _JoinedSqueezeExcitation(SqueezeExcitation):
         return [names[inside[0] - 1], names[inside[-1]]]
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self._scale(x) * x
-        return product if self.join_dtype is None else product.to(self.join_dtype)
+        backend = self.kernels if self.training else "torch"
+        pooled, x = squeeze(x, backend=backend)
+        gate = self.fc2(self.activation(self.fc1(pooled)))
+        return excite(x, gate, out_dtype=self.join_dtype, backend=backend)
+
+
+class _FusedConvNormActivation(Conv2dNormActivation):
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x), _ACTIVATION_NAMES[type(self[2])] if len(self) == 3 else "none")
+
+
+class _FusedResNet(ResNet):
+    def _forward_impl(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.bn1(self.conv1(x), "relu"))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def _fuse(module: nn.Module) -> None:
+    """One call for norm and activation where torchvision's blocks make two; any other module stays as it is."""
+    for child in module.modules():
+        if type(child) is nn.BatchNorm2d and child.affine and child.track_running_stats and child.momentum is not None:
+            child.__class__ = Norm
+    for child in module.modules():
+        if type(child) is ResNet and isinstance(child.bn1, Norm) and type(child.relu) is nn.ReLU:
+            child.__class__ = _FusedResNet
+        if type(child) is Conv2dNormActivation and len(child) in (2, 3) and isinstance(child[1], Norm):
+            if len(child) == 2 or type(child[2]) in _ACTIVATION_NAMES:
+                child.__class__ = _FusedConvNormActivation
+    if not any(hook is _count_batches for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(_count_batches)
+
+
+def use_kernels(network: Network, backend: str) -> None:
+    """Run normalisation, excitation and depthwise convolutions of training passes on ``backend``."""
+    for child in network.module.modules():
+        if hasattr(type(child), "kernels"):
+            child.kernels = backend
 
 
 _JOIN_TYPES = {
@@ -159,8 +280,7 @@ class ResNet8(nn.Module):
     def __init__(self, num_classes: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, 16, 3, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(16)
-        self.relu = nn.ReLU(inplace=True)
+        self.bn1 = Norm(16)
         self.layer1 = BasicBlock(16, 16)
         self.layer2 = BasicBlock(16, 32, stride=2, downsample=_shortcut(16, 32))
         self.layer3 = BasicBlock(32, 64, stride=2, downsample=_shortcut(32, 64))
@@ -170,7 +290,7 @@ class ResNet8(nn.Module):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.relu(self.bn1(self.conv1(x)))
+        x = self.bn1(self.conv1(x), "relu")
         x = self.layer3(self.layer2(self.layer1(x)))
         return self.fc(x.mean(dim=(2, 3)))
 

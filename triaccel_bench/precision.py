@@ -1,7 +1,8 @@
 """Runs each named layer in the dtype a plan assigns to it (section 3.1 of the paper).
 
-Weights stay FP32; a layer casts its input and its weights on the way in, as autocast does, and
-its result to the dtype of the layer that consumes it on the way out (``models`` says why).
+Weights stay FP32. A layer casts its input on the way in, as autocast does, and its result to the
+dtype of the layer that consumes it on the way out (``models`` says why). Its weights it casts
+too, unless it has been lent 16-bit copies that the update keeps in step.
 Normalisation and activations in between run in the dtype of their input, with FP32 parameters
 and statistics. A uniform FP16 or BF16 plan therefore computes what ``torch.autocast`` computes.
 """
@@ -15,36 +16,59 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from triaccel_bench.convolution import conv2d
+from triaccel_bench.kernels.depthwise import depthwise_conv2d
 from triaccel_bench.models import LAYER_TYPES, Network
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-class _CastConvolution:
+class _Cast:
     compute_dtype = output_dtype = torch.float32
+    copies: dict[str, Tensor] = {}
+    """16-bit copies of "weight" and "bias"; they take the gradient in the parameter's place."""
 
+    def _operands(self) -> tuple[Tensor, Tensor | None]:
+        return self._operand("weight"), None if self.bias is None else self._operand("bias")
+
+    def _operand(self, name: str) -> Tensor:
+        copy = self.copies.get(name)
+        if copy is not None and copy.dtype == self.compute_dtype:
+            return copy
+        return getattr(self, name).to(self.compute_dtype)
+
+
+class _CastConvolution(_Cast):
     def forward(self, x: Tensor) -> Tensor:
-        dtype = self.compute_dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return self._conv_forward(x.to(dtype), self.weight.to(dtype), bias).to(self.output_dtype)
+        return self._conv_forward(x.to(self.compute_dtype), *self._operands()).to(self.output_dtype)
 
 
 class _CastConv1d(_CastConvolution, nn.Conv1d): ...
 
 
-class _CastConv2d(_CastConvolution, nn.Conv2d): ...
+class _CastConv2d(_CastConvolution, nn.Conv2d):
+    kernels = "torch"
+
+    def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # A CPU keeps torch's own sums, so that its results are those of the plain model bit for bit.
+        if not x.is_cuda or self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return super()._conv_forward(x, weight, bias)
+        if self.training and self.kernels == "triton" and self._is_depthwise():
+            return depthwise_conv2d(x, weight, self.stride[0], self.padding[0], backend=self.kernels)
+        return conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def _is_depthwise(self) -> bool:
+        square = all(len(set(pair)) == 1 for pair in (self.kernel_size, self.stride, self.padding))
+        one_each = self.groups == self.in_channels == self.out_channels
+        return one_each and square and self.dilation == (1, 1) and self.bias is None
 
 
 class _CastConv3d(_CastConvolution, nn.Conv3d): ...
 
 
-class _CastLinear(nn.Linear):
-    compute_dtype = output_dtype = torch.float32
-
+class _CastLinear(_Cast, nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
-        dtype = self.compute_dtype
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return functional.linear(x.to(dtype), self.weight.to(dtype), bias).to(self.output_dtype)
+        return functional.linear(x.to(self.compute_dtype), *self._operands()).to(self.output_dtype)
 
 
 _CAST_TYPES = dict(zip(LAYER_TYPES, (_CastConv1d, _CastConv2d, _CastConv3d, _CastLinear), strict=True))
@@ -109,3 +133,62 @@ def strict_fp32(network: Network) -> Iterator[None]:
 def allow_tf32(allowed: bool) -> None:
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
+
+
+class WeightCopies:
+    """The 16-bit copies of weights and biases of a network's layers, lent to the layers that run in 16 bit.
+
+    A copy is the leaf that autograd differentiates by, so its gradient arrives in 16 bit. FP16 and
+    BF16 share a layer's memory, which keeps its address while the layer stays in 16 bit; an FP32
+    layer has none. Copies follow a plan through ``follow`` and the parameters through whoever
+    updates them.
+
+    Args:
+        network: prepared by ``prepare``.
+        parameters: every trainable parameter, in the update's order.
+    """
+
+    def __init__(self, network: Network, parameters: Sequence[Tensor]) -> None:
+        self._parameters = list(parameters)
+        self._owners = {}
+        for layer in network.layers.values():
+            if isinstance(layer, _Cast):
+                layer.copies = {}
+                for name, parameter in layer.named_parameters(recurse=False):
+                    self._owners[id(parameter)] = layer, name
+        self._copies: list[Tensor | None] = [None] * len(self._parameters)
+
+    def follow(self) -> None:
+        """Make copies for the plan in force, equal to the parameters."""
+        for index, parameter in enumerate(self._parameters):
+            layer, name = self._owners.get(id(parameter), (None, None))
+            if layer is None:
+                continue
+            if layer.compute_dtype == torch.float32:
+                self._copies[index] = None
+                layer.copies.pop(name, None)
+                continue
+            copy = self._copies[index]
+            if copy is None:
+                copy = torch.empty_like(parameter, dtype=layer.compute_dtype)
+            elif copy.dtype != layer.compute_dtype:
+                copy = copy.detach().view(layer.compute_dtype)
+            self._copies[index] = layer.copies[name] = copy.detach().requires_grad_()
+        self.refresh()
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Copy the parameters' values again, after somebody other than the update has changed them."""
+        pairs = [(copy.detach(), p) for copy, p in zip(self._copies, self._parameters) if copy is not None]
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs)))
+
+    @property
+    def of_parameters(self) -> list[Tensor | None]:
+        """For each parameter its copy, or None."""
+        return self._copies
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """For each parameter the tensor that its gradient arrives at: the copy, or itself."""
+        return [p if copy is None else copy for copy, p in zip(self._copies, self._parameters)]

@@ -75,6 +75,10 @@ class EpochRecord(_Record):
     """Wall-clock of training: data, steps, controller, probes, plan changes; the device is idle at both ends."""
     evaluation_seconds: float = 0.0
     probe_seconds: float = 0.0
+    captures: int = 0
+    """Steps captured in a CUDA graph within this epoch."""
+    capture_seconds: float = 0.0
+    """Part of ``train_seconds``: those captures, and the eager steps that warmed them up."""
     steps: int
     steps_skipped: int = 0
     samples_seen: int
@@ -146,6 +150,9 @@ class RunRecord(_Record):
     tau_low: float | None = None
     tau_high: float | None = None
     tau_curv: float | None = None
+    graphs: bool | None = None
+    """Whether steps were replayed from CUDA graphs to the end; ``eager_reason`` says why not."""
+    eager_reason: str | None = None
     first_use_seconds: float | None = None
     """Compilation, library start-up and memory calibration before the first epoch's clock."""
     steps: int = 0
@@ -192,6 +199,8 @@ class DecisionTrace(_Record):
     promoted: list[bool]
     rate_scale: list[float]
     plan_changed: bool
+    capture_share: float | None = None
+    """Share of training time spent on capturing, with one more plan; None where nothing is captured."""
 
 
 class ProbeTrace(_Record):

@@ -69,6 +69,7 @@ class ModelSettings(_Section):
     name: ModelName
     stem: Literal["imagenet", "cifar"]
     input_size: Annotated[int, Field(ge=8, le=MAX_PIXELS)]
+    layout: Literal["nchw", "channels_last"]
     weights: PathText
 
 
@@ -119,6 +120,10 @@ class BatchSettings(_Section):
     lr_rule: Literal["none", "sqrt", "linear"]
 
 
+class CaptureSettings(_Section):
+    max_overhead: Fraction
+
+
 class ControlSettings(_Section):
     interval: PositiveInt
     plan_changes_per_epoch: PositiveInt
@@ -133,6 +138,7 @@ class MethodSettings(_Section):
     curvature: CurvatureSettings
     batch: BatchSettings
     control: ControlSettings
+    capture: CaptureSettings
 
     @property
     def probes_curvature(self) -> bool:
@@ -179,6 +185,12 @@ class MemorySettings(_Section):
     enforce: bool
 
 
+class EngineSettings(_Section):
+    graphs: bool
+    cached: PositiveInt
+    autotune: bool
+
+
 class EvaluationSettings(_Section):
     batch: PositiveInt
 
@@ -203,6 +215,7 @@ class Settings(_Section):
     method: MethodSettings
     optimizer: OptimizerSettings
     memory: MemorySettings
+    engine: EngineSettings
     evaluation: EvaluationSettings
     results: ResultsSettings
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from triaccel_bench import ledger, models, precision
-from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet, draw
+from triaccel_bench.data import DeviceData, ImageSet
 from triaccel_bench.engine import Engine, Reading
 from triaccel_bench.hardware import Hardware, executed_dtype
 from triaccel_bench.meters import Clock, MemoryMeter, open_meter
@@ -26,6 +26,9 @@ from triaccel_bench.settings import Settings
 
 WARM_UP_STEPS = 2
 """Steps of a throw-away copy before the first epoch's clock: library start-up and kernel compilation."""
+
+PLANS_TO_COMPILE = (("fp16",), ("bf16",), ("fp32",), ("fp16", "bf16", "fp32"))
+"""Dtypes, repeated over the layers, that a method with adaptive precision may mix: their kernels compile beforehand."""
 
 Emit = Callable[[str, dict[str, Any]], None]
 
@@ -57,14 +60,22 @@ class Trainer:
         self.settings, self.seed, self.hardware, self.run, self.emit = settings, seed, hardware, run, emit
         self.clock = Clock(hardware.device)
         precision.allow_tf32(settings.method.tf32)
-        self.data = DeviceData(images, settings.dataset, settings.model.input_size, hardware.device)
+        torch.backends.cudnn.benchmark = settings.engine.autotune
+        self.data = DeviceData(
+            images,
+            settings.dataset,
+            settings.model.input_size,
+            hardware.device,
+            hardware.kernels,
+            settings.model.layout == "channels_last",
+        )
         run.dataset_bytes = self.data.bytes
         run.train_samples, run.evaluation_samples = self.data.train_count, self.data.eval_count
 
         started = self.clock.read()
-        self._scratch(None, WARM_UP_STEPS)
+        self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS)
         self.budget_bytes, run.budget_source = resolve_budget(
-            settings, hardware, lambda: self._scratch("fp32", settings.memory.calibration_steps)
+            settings, hardware, lambda: self._scratch([("fp32",)], settings.memory.calibration_steps)
         )
         run.budget_bytes = self.budget_bytes
         if settings.memory.enforce and self.budget_bytes is not None:
@@ -72,7 +83,7 @@ class Trainer:
             torch.cuda.set_per_process_memory_fraction(min(share, 1.0), hardware.device)
 
         torch.manual_seed(seed)
-        self.network, self.method, self.engine = self._assemble()
+        self.network, self.method, self.engine = self._assemble(settings.engine.graphs)
         self.meter = self._meter_of(self.engine)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers))
@@ -80,42 +91,65 @@ class Trainer:
         self._record_next = True
         self.step = 0
         self.training_seconds = 0.0
+        self.plan_capture_seconds = [0.0]
         run.first_use_seconds = self.clock.read() - started
 
-    def _assemble(self) -> tuple[models.Network, Method, Engine]:
+    def _assemble(self, graphs: bool) -> tuple[models.Network, Method, Engine]:
         settings = self.settings
         network = models.build(settings.model, settings.dataset.num_classes)
-        network.module.to(self.hardware.device).train()
+        layout = torch.channels_last if settings.model.layout == "channels_last" else torch.contiguous_format
+        network.module.to(self.hardware.device, memory_format=layout).train()
         precision.prepare(network)
         method = Method(settings.method, network, self.hardware, self.seed)
         schedule = make_schedule(
             settings.optimizer.lr, settings.epochs, settings.optimizer.warmup_epochs, self.data.train_count
         )
         engine = Engine(
-            network, settings.method, settings.optimizer, schedule, self.hardware.kernels, method.decision.executed
+            network,
+            settings.method,
+            settings.optimizer,
+            schedule,
+            self.hardware.kernels,
+            method.decision.executed,
+            self._batch,
+            graphs,
+            settings.engine.cached,
         )
         return network, method, engine
+
+    def _batch(self, dtype: torch.dtype, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The engine's source: augmented images of the current epoch and their labels."""
+        images, labels = self.data.input_buffers(len(indices), dtype)
+        self.data.fill(images, labels, indices)
+        return images, labels
+
+    def _plans_to_warm_up(self) -> list[tuple[str, ...]]:
+        adaptive = self.settings.method.precision.adaptive and self.hardware.device.type == "cuda"
+        return list(PLANS_TO_COMPILE) if adaptive else [(self.settings.method.dtype,)]
 
     def _meter_of(self, engine: Engine) -> MemoryMeter:
         return open_meter(
             self.settings.memory.meter, self.hardware, self.data.bytes, engine.network.module, engine.state_bytes
         )
 
-    def _scratch(self, level: str | None, steps: int) -> int | None:
-        """Train a throw-away copy at B0 in one requested dtype (``None``: the method's); returns the meter's peak."""
+    def _scratch(self, plans: list[tuple[str, ...]], steps: int) -> int | None:
+        """Train a throw-away copy at B0, ``steps`` under each plan of requested dtypes; returns the meter's peak.
+
+        It runs eagerly: the memory it needs is the same, and a capture would outlast its few steps.
+        """
         torch.manual_seed(self.seed)
-        network, method, engine = self._assemble()
-        if level is not None:
-            executed = executed_dtype(level, self.hardware, self.settings.method.precision)
-            engine.set_plan([executed] * len(network.layers))
+        network, method, engine = self._assemble(graphs=False)
         meter = self._meter_of(engine)
         meter.begin_window()
-        draws = draw(self.data.train_count, self.settings.dataset, self.seed, 0, self.hardware.device)
+        self.data.begin_epoch(self.seed, 0)
         batch = min(self.settings.method.batch.initial, self.data.train_count)
         indices = torch.arange(batch, device=self.hardware.device)
-        for _ in range(steps):
-            with meter.recording():
-                engine.step(*self.data.train_batch(indices, draws))
+        for plan in plans:
+            executed = [executed_dtype(level, self.hardware, self.settings.method.precision) for level in plan]
+            engine.set_plan([executed[index % len(executed)] for index in range(len(network.layers))])
+            for _ in range(steps):
+                with meter.recording():
+                    engine.step(indices)
         self.clock.read()
         peak = meter.window_peak_bytes()
         del network, method, engine, meter
@@ -145,26 +179,30 @@ class Trainer:
 
     def _epoch(self, epoch: int, before: Reading) -> tuple[EpochRecord, Reading]:
         self.peaks = _Peaks()
-        self.meter.begin_window()
+        self._begin_window()
         self._record_next = True
         plan_changes = 0
         probe_seconds = 0.0
         sizes: list[int] = []
         chosen: list[int] = []
+        captures, capture_seconds = self.engine.captures, self.engine.capture_seconds
         started = self.clock.read()
         earlier_seconds = self.training_seconds
-        sampler = ElasticSampler(self.data.train_count, self.seed, epoch, self.hardware.device)
-        draws = draw(self.data.train_count, self.settings.dataset, self.seed, epoch, self.hardware.device)
+        sampler = self.data.begin_epoch(self.seed, epoch)
         while sampler.remaining:
             indices = sampler.take(self.method.decision.batch)
-            self._train_step(indices, draws)
+            self._train_step(indices)
             sizes.append(len(indices))
             chosen.append(self.method.decision.batch)
             if self.method.probe_due(self.step):
                 self.training_seconds = earlier_seconds + self.clock.read() - started - probe_seconds
                 probe_seconds += self._probe()
             if self.step % self.settings.method.control.interval == 0:
+                self.training_seconds = earlier_seconds + self.clock.read() - started - probe_seconds
                 plan_changes += self._control(epoch, sampler.taken / self.data.train_count, before)
+        if epoch < self.settings.epochs:
+            # The device has yet to run the last steps: it does not wait while the next order is drawn.
+            self.data.prepare(self.seed, epoch + 1)
         elapsed = self.clock.read() - started
         self.training_seconds = earlier_seconds + elapsed - probe_seconds
         reading = self.engine.read()
@@ -174,7 +212,8 @@ class Trainer:
         evaluation_started = self.clock.read()
         loss_sum, correct, samples = self.engine.evaluate(self.data.eval_batches(self.settings.evaluation.batch))
         evaluation_seconds = self.clock.read() - evaluation_started
-        self.peaks.epoch = _largest(self.peaks.epoch, self.peaks.window, self.meter.window_peak_bytes())
+        self._close_window()
+        self.peaks.epoch = _largest(self.peaks.epoch, self.peaks.window)
         record = EpochRecord(
             epoch=epoch,
             evaluation_loss=finite(loss_sum / samples),
@@ -183,6 +222,8 @@ class Trainer:
             train_seconds=elapsed,
             evaluation_seconds=evaluation_seconds,
             probe_seconds=probe_seconds,
+            captures=self.engine.captures - captures,
+            capture_seconds=self.engine.capture_seconds - capture_seconds,
             steps=len(sizes),
             samples_seen=sum(sizes),
             batch_mean=sum(sizes) / len(sizes),
@@ -194,10 +235,10 @@ class Trainer:
         )
         return record, reading
 
-    def _train_step(self, indices: torch.Tensor, draws) -> None:
+    def _train_step(self, indices: torch.Tensor) -> None:
         recording = self.meter.recording() if self._record_next else nullcontext()
         with recording:
-            self.engine.step(*self.data.train_batch(indices, draws))
+            self.engine.step(indices)
         self._record_next = False
         self.step += 1
 
@@ -212,7 +253,7 @@ class Trainer:
         probe = self.method.probe(images, labels, self.step, self.training_seconds)
         seconds = self.clock.read() - started
         peak = self.meter.window_peak_bytes()
-        self.meter.begin_window()
+        self._begin_window()
         if probe is None:
             return seconds
         reason = self.method.eager_reason
@@ -232,9 +273,12 @@ class Trainer:
         self.peaks.epoch = _largest(self.peaks.epoch, memory_bytes)
         free_bytes = self._headroom_bytes(memory_bytes)
         before = self.method.decision
-        signals, decision = self.method.decide(epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes)
+        signals, decision = self.method.decide(
+            epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes, self._capture_share()
+        )
         if decision.executed != before.executed:
             self.engine.set_plan(decision.executed)
+            self.plan_capture_seconds.append(0.0)
         if decision.rates != before.rates or decision.batch != before.batch:
             rules = self.settings.method.batch
             self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
@@ -251,12 +295,30 @@ class Trainer:
             found = min(found, self.budget_bytes - peak_bytes)
         return found
 
-    def _close_window(self) -> None:
-        self.peaks.window = _largest(self.peaks.window, self.meter.window_peak_bytes())
+    def _capture_share(self) -> float | None:
+        """Share of training time that capturing again would have taken after one more change of plan.
+
+        The first plan's captures are no part of it; they only tell what a plan costs.
+        """
+        if self.engine.eager_reason is not None or self.training_seconds <= 0:
+            return None
+        self.plan_capture_seconds[-1] = self.engine.capture_seconds - sum(self.plan_capture_seconds[:-1])
+        again = sum(self.plan_capture_seconds[1:])
+        one_more = sum(self.plan_capture_seconds) / len(self.plan_capture_seconds)
+        return (again + one_more) / self.training_seconds
+
+    def _begin_window(self) -> None:
         self.meter.begin_window()
+        self.engine.replayed_bytes = 0
+
+    def _close_window(self) -> None:
+        peak = self.meter.window_peak_bytes(self.engine.replayed_bytes)
+        self.peaks.window = _largest(self.peaks.window, peak)
+        self._begin_window()
 
     def _check(self, reading: Reading) -> None:
         self.run.steps = self.step
+        self._note_eager_steps()
         self.run.steps_skipped = reading.steps_skipped
         self.run.samples_applied = reading.samples_applied
         limit = self.settings.method.loss_scale.max_consecutive_skips
@@ -265,6 +327,16 @@ class Trainer:
                 f"{reading.longest_skip_run} steps in a row had non-finite gradients, "
                 f"method.loss_scale.max_consecutive_skips={limit}; lower optimizer.lr or check the data"
             )
+
+    def _note_eager_steps(self) -> None:
+        """Record once why steps are not captured, and say so if that was not to be expected."""
+        reason = self.engine.eager_reason
+        self.run.graphs = reason is None
+        if reason != self.run.eager_reason:
+            self.run.eager_reason = reason
+            if self.hardware.device.type == "cuda" and self.settings.engine.graphs:
+                self.run.warnings.append(reason)
+                self.emit("note", {"text": f"steps run eagerly: {reason}"})
 
     def finish(self) -> None:
         """Write the controller's last state into the run record; also after a run that ended early."""

@@ -11,6 +11,7 @@ import os
 import platform
 import subprocess
 import traceback
+from contextlib import nullcontext
 from datetime import datetime, timezone
 from importlib import resources
 from multiprocessing.connection import Connection
@@ -20,6 +21,7 @@ import torch
 import torchvision
 
 import triaccel_bench
+from triaccel_bench import graphs
 from triaccel_bench import hardware as hardware_module
 from triaccel_bench.data import DataError, load
 from triaccel_bench.hardware import DeviceError, Hardware
@@ -90,12 +92,15 @@ def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder:
 def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecord, emit) -> Trace | None:
     """Train and put the outcome into ``run``; what had been recorded stays, whatever the outcome."""
     trainer = None
+    on_card = found.device.type == "cuda"
     try:
-        trainer = Trainer(settings, seed, found, images, run, emit)
-        if run.meter_reason:
-            run.warnings.append(run.meter_reason)
-            emit("note", {"text": run.meter_reason})
-        trainer.train()
+        # The stream of captures also for all else: a library's workspace exists once a stream.
+        with torch.cuda.stream(graphs.stream(found.device)) if on_card else nullcontext():
+            trainer = Trainer(settings, seed, found, images, run, emit)
+            if run.meter_reason:
+                run.warnings.append(run.meter_reason)
+                emit("note", {"text": run.meter_reason})
+            trainer.train()
         run.status, run.reason = "done", None
     except REFUSALS:
         raise

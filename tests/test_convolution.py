@@ -1,0 +1,78 @@
+"""Taps that only meet padding are left out, and what remains is the same convolution."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional
+
+from triaccel_bench.convolution import Taps, conv2d, live_taps
+
+CASES = [
+    # size, kernel, stride, padding, dilation
+    (1, 3, 1, 1, 1), (2, 3, 2, 1, 1), (2, 3, 1, 1, 1), (1, 5, 1, 2, 1), (2, 5, 2, 2, 1), (3, 3, 1, 0, 1), (4, 1, 1, 0, 1),
+    (4, 1, 2, 0, 1), (1, 1, 1, 0, 1), (5, 3, 2, 1, 1), (2, 3, 1, 2, 2), (1, 3, 1, 2, 2), (7, 7, 2, 3, 1), (1, 7, 2, 3, 1),
+]  # fmt: skip
+
+
+def operands(size: int, kernel: int, groups: int = 1, channels_last: bool = True):
+    generator = torch.Generator().manual_seed(0)
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(3, 4, size, size, generator=generator, dtype=torch.float64).contiguous(memory_format=layout)
+    weight = torch.randn(6 if groups == 1 else 4, 4 // groups, kernel, kernel, generator=generator, dtype=torch.float64)
+    bias = torch.randn(weight.shape[0], generator=generator, dtype=torch.float64)
+    return x.requires_grad_(), weight.contiguous(memory_format=layout).requires_grad_(), bias.requires_grad_()
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("size, kernel, stride, padding, dilation", CASES)
+def test_values_and_gradients_are_the_convolutions(size, kernel, stride, padding, dilation, channels_last, groups):
+    found, expected = [], []
+    for convolve, results in ((conv2d, found), (functional.conv2d, expected)):
+        x, weight, bias = operands(size, kernel, groups, channels_last)
+        y = convolve(x, weight, bias, (stride,) * 2, (padding,) * 2, (dilation,) * 2, groups)
+        y.square().sum().backward()
+        results += [y.detach(), x.grad, weight.grad, bias.grad]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert found[2].stride() == operands(size, kernel, groups, channels_last)[1].stride()
+
+
+def test_second_derivatives_pass_through_left_out_taps():
+    x, weight, bias = operands(1, 3)
+    assert torch.autograd.gradgradcheck(lambda x, w, b: conv2d(x, w, b, (1, 1), (1, 1), (1, 1), 1), (x, weight, bias))
+
+
+@pytest.mark.parametrize("size, kernel, stride, padding, dilation", CASES)
+def test_every_tap_left_out_is_dead_and_the_ends_are_live(size, kernel, stride, padding, dilation):
+    taps = live_taps(size, kernel, stride, padding, dilation)
+    outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    meets = {
+        tap
+        for tap, output in itertools.product(range(kernel), range(outputs))
+        if 0 <= output * stride - padding + tap * dilation < size
+    }
+    assert meets <= set(range(taps.first, taps.last))
+    if taps != Taps(0, kernel, padding):
+        assert {taps.first, taps.last - 1} <= meets
+
+
+def test_a_three_by_three_kernel_on_one_pixel_is_its_centre():
+    assert live_taps(1, 3, 1, 1, 1) == Taps(1, 2, 0)
+    assert live_taps(2, 3, 2, 1, 1) == Taps(1, 3, 0)
+    assert live_taps(8, 3, 1, 1, 1) == Taps(0, 3, 1)
+
+
+def test_image_channels_filled_up_change_nothing():
+    generator = torch.Generator().manual_seed(0)
+    results = []
+    for convolve in (conv2d, functional.conv2d):
+        x = torch.randn(2, 3, 9, 9, generator=generator.manual_seed(0)).bfloat16()
+        weight = torch.randn(5, 3, 3, 3, generator=generator).bfloat16().requires_grad_()
+        y = convolve(x.contiguous(memory_format=torch.channels_last), weight, None, (2, 2), (1, 1), (1, 1), 1)
+        y.float().square().sum().backward()
+        results.append((y.detach(), weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)

@@ -1,0 +1,92 @@
+"""A two-dimensional convolution by the cheapest route that computes the same.
+
+Images of 32 pixels shrink to 2x2 and 1x1 inside these models, where most taps of a kernel only
+ever meet zero padding. Those taps are left out of the arithmetic: they contribute exact zeros.
+What is then a 1x1 convolution, or one whose window is the whole image, is a matrix product. The
+three channels of an image are filled up with zeros to what the 16-bit matrix units take.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+MATRIX_CHANNELS = 8
+"""Channels (16 bytes) that the 16-bit matrix units take at a time; with fewer a library falls back to slow kernels."""
+
+
+class Taps(NamedTuple):
+    """The taps of one dimension that meet the image: ``weight[first:last]``, under ``padding``."""
+
+    first: int
+    last: int
+    padding: int
+
+
+def conv2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+    groups: int,
+) -> Tensor:
+    """What ``torch.nn.functional.conv2d`` computes; the order of a sum's terms may differ.
+
+    Args:
+        x: [N, C, H, W]; products are taken where its memory is channels-last.
+        weight: [O, C / groups, kH, kW], of ``x``'s dtype.
+    """
+    rows, columns = (live_taps(x.shape[2 + d], weight.shape[2 + d], stride[d], padding[d], dilation[d]) for d in (0, 1))
+    if (rows.last - rows.first, columns.last - columns.first) != tuple(weight.shape[2:]):
+        weight = _LiveTaps.apply(weight, rows, columns)
+    padding = rows.padding, columns.padding
+    missing = MATRIX_CHANNELS - x.shape[1]
+    if groups == 1 and missing > 0 and x.dtype in (torch.float16, torch.bfloat16):
+        x, weight = (functional.pad(operand, (0, 0, 0, 0, 0, missing)) for operand in (x, weight))
+    if groups == 1 and padding == (0, 0) and x.is_contiguous(memory_format=torch.channels_last):
+        window = tuple(weight.shape[2:])
+        if window == (1, 1):
+            # Only every stride-th pixel is read.
+            x = x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=torch.channels_last)
+            return functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
+        if window == tuple(x.shape[2:]) and dilation == (1, 1):
+            pixels = x.permute(0, 2, 3, 1).flatten(1)
+            return functional.linear(pixels, weight.permute(0, 2, 3, 1).flatten(1), bias)[:, :, None, None]
+    return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> Taps:
+    """The taps of one dimension that meet a pixel of an image of ``size`` at any output position."""
+    whole = Taps(0, kernel, padding)
+    outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    starts = range(-padding, -padding + outputs * stride, stride)
+    live = [tap for tap in range(kernel) if any(0 <= start + tap * dilation < size for start in starts)]
+    if not live or len(live) == kernel:
+        return whole
+    first, last = live[0], live[-1] + 1
+    left = padding - first * dilation
+    # Padding is the same on both sides; where the rest would not give the same outputs, nothing is left out.
+    if left < 0 or (size + 2 * left - dilation * (last - first - 1) - 1) // stride + 1 != outputs:
+        return whole
+    return Taps(first, last, left)
+
+
+class _LiveTaps(torch.autograd.Function):
+    """A view of some taps; its gradient is written into zeros once, where two slices would each copy the whole."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, rows: Taps, columns: Taps) -> Tensor:
+        ctx.rows, ctx.columns = rows, columns
+        ctx.shape, ctx.strides = weight.shape, weight.stride()
+        return weight[:, :, rows.first : rows.last, columns.first : columns.last]
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None]:
+        whole = gradient.new_empty_strided(ctx.shape, ctx.strides).zero_()
+        whole[:, :, ctx.rows.first : ctx.rows.last, ctx.columns.first : ctx.columns.last] = gradient
+        return whole, None, None
