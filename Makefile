@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test tables clean
+.PHONY: help install demo test tables bench clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,9 @@ test: $(INSTALLED) ## the whole test suite
 
 tables: $(INSTALLED) ## Tables 1 and 2 from results/runs, written to results/tables
 	$(BIN)/triaccel-tables
+
+bench: $(INSTALLED) ## step times on this machine's GPU, their targets and limits, written to results/bench/step.json
+	$(BIN)/python scripts/bench_step.py
 
 clean: ## remove .venv and build products; results stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache

@@ -1,0 +1,268 @@
+"""What the parts of ``bench_step.py`` share: trainers, clocks, and a report that is on disk after every job."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import operator
+import os
+import statistics
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from triaccel_bench.configuration import compose
+from triaccel_bench.data import ImageSet
+from triaccel_bench.graphs import Graph
+from triaccel_bench.hardware import inspect
+from triaccel_bench.identity import RESULTS_VERSION
+from triaccel_bench.records import finite, planned_run, write_atomically
+from triaccel_bench.trainer import Trainer
+
+SEED = 0
+CAPTURED_AFTER = 2
+"""Steps of one batch size after which it is replayed: an eager one, and the capture."""
+WARM_UP_STEPS = 50
+RELATIONS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, "==": operator.eq}
+
+Figures = dict[str, dict[str, Any]]
+"""By row: its ``value``, and whatever else is known of it."""
+Targets = Mapping[str, tuple[str, float]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One thing to measure, in a process that goes on if it fails."""
+
+    rows: Mapping[str, str]
+    """The unit of each row that ``measure`` returns."""
+    measure: Callable[..., Figures]
+    arguments: Sequence[Any] = ()
+    """What ``measure`` takes after the bench."""
+    quick: bool = False
+    """Whether it is part of a first look."""
+
+    def matches(self, parts: Sequence[str]) -> bool:
+        return not parts or any(part in name for name in self.rows for part in parts)
+
+
+class Bench:
+    """Runs jobs one after the other.
+
+    Args:
+        base: overrides of every configuration.
+        head: what the file says above its rows.
+        path: where the file is written after every job; ``None``: nowhere.
+        steps: steps a repeat.
+        epochs: of an adaptive run: enough for its plan to have moved and to stand still.
+    """
+
+    def __init__(
+        self,
+        base: Sequence[str],
+        images: ImageSet,
+        jobs: Sequence[Job],
+        targets: Targets,
+        head: Mapping[str, Any],
+        path: Path | None,
+        repeats: int,
+        steps: int,
+        epochs: int = 16,
+        device: str = "cuda",
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.images, self.repeats, self.steps, self.epochs = images, repeats, steps, epochs
+        self._base, self._targets, self._head, self._path, self._say = list(base), targets, dict(head), path, say
+        self._jobs = {name: job for job in jobs for name in job.rows}
+        self._device_text = device
+        self.hardware = inspect(device, "auto")
+        self.device = self.hardware.device
+        self.rows: Figures = {}
+
+    def trainer(self, *overrides: str, kernels: str = "auto", emit: Callable = lambda kind, payload: None) -> Trainer:
+        """A trainer of this configuration on the benchmark's images; its engine can be stepped without its loop."""
+        settings = compose([*self._base, *overrides])
+        hardware = self.hardware if kernels == "auto" else inspect(self._device_text, kernels)
+        run = planned_run(settings.model_dump(mode="json"), SEED, "benchmark", RESULTS_VERSION)
+        return Trainer(settings, SEED, hardware, self.images, run, emit)
+
+    def timed(self, call: Callable[[], object], count: int | None = None, repeats: int | None = None) -> list[float]:
+        """Milliseconds a call, one for each repeat of ``count`` calls: by device events, or the wall-clock of a CPU."""
+        count, times = count or self.steps, []
+        for _ in range(repeats or self.repeats):
+            if self.device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                for _ in range(count):
+                    call()
+                end.record()
+                end.synchronize()
+                times.append(start.elapsed_time(end) / count)
+            else:
+                started = time.perf_counter()
+                for _ in range(count):
+                    call()
+                times.append(1e3 * (time.perf_counter() - started) / count)
+        return times
+
+    def timed_on_device(
+        self, call: Callable[[], object], flush: Callable[[], None] = lambda: None, calls: int = 100
+    ) -> list[float]:
+        """Milliseconds a call of something so short that launching it takes longer: ``calls`` of it in one graph."""
+
+        def many() -> None:
+            for _ in range(calls):
+                call()
+
+        if self.device.type != "cuda":
+            return [each / calls for each in self.timed(many, 1)]
+        graph = Graph(many)
+        flush()
+        graph.replay()
+        times = [each / calls for each in self.timed(graph.replay, 3)]
+        graph.release()
+        return times
+
+    def value(self, name: str) -> float | None:
+        """A row's value; its job runs now if it has not yet. Ask before anything of one's own lies on the device."""
+        if name not in self.rows:
+            self.run(self._jobs[name])
+        return self.rows[name]["value"]
+
+    def run(self, job: Job) -> None:
+        """Measure; a job that raises leaves rows that say so. The file holds all that was measured up to now."""
+        if job.rows.keys() <= self.rows.keys():
+            return
+        started = time.perf_counter()
+        try:
+            found = job.measure(self, *job.arguments)
+            found = {name: found[name] for name in job.rows}
+        except Exception as error:
+            traceback.print_exc()
+            text = (str(error).strip() or "no message").splitlines()[0]
+            found = {name: {"value": None, "error": f"{type(error).__name__}: {text}"} for name in job.rows}
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        for name, unit in job.rows.items():
+            self.rows[name] = judged(name, unit, found[name], self._targets)
+            self._say(f"{name}: {_shown(self.rows[name]['value'])} {unit}{_verdict(self.rows[name])}")
+        self._say(f"  ({time.perf_counter() - started:.1f} s)")
+        self.save()
+
+    def save(self) -> None:
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(self._head | {"rows": list(self.rows.values())}, indent=1, allow_nan=False)
+            write_atomically(self._path, f"{text}\n".encode())
+
+    def table(self) -> Table:
+        made = Table("row", "value", "unit", "target", "spread", "besides")
+        for row in self.rows.values():
+            spread = " .. ".join(map(_shown, row.get("spread", ())))
+            besides = {key: row[key] for key in row if key not in ("name", "value", "unit", "target", "ok", "spread")}
+            text = ", ".join(f"{key} {_shown(value)}" for key, value in besides.items() if value is not None)
+            target = f"{row['target'] or ''}{_verdict(row)}"
+            made.add_row(*map(escape, (row["name"], _shown(row["value"]), row["unit"], target, spread, text)))
+        return made
+
+
+def judged(name: str, unit: str, figure: Mapping[str, Any], targets: Targets) -> dict[str, Any]:
+    """A row: the figure, its target in words and whether it is met; what has no target is neither met nor missed."""
+    value = finite(figure["value"])
+    target = ok = None
+    if name in targets:
+        relation, bound = targets[name]
+        target = f"{relation} {bound}"
+        ok = value is not None and RELATIONS[relation](value, bound)
+    if "error" in figure:
+        ok = False
+    return {"name": name, "value": value, "unit": unit, "target": target, "ok": ok} | {
+        key: held for key, held in figure.items() if key != "value"
+    }
+
+
+def median_of(values: Sequence[float], **besides: Any) -> dict[str, Any]:
+    """The figure of repeated measurements."""
+    return {"value": statistics.median(values), "spread": [min(values), max(values)], **besides}
+
+
+def over(theirs: float | None, ours: float | None) -> float | None:
+    """How many times ours theirs is; ``None`` where one of them is missing."""
+    return None if theirs is None or not ours else theirs / ours
+
+
+def stepper(made: Trainer) -> Callable[[], None]:
+    """The step of a trainer's engine over new indices of full batches, warmed up."""
+    made.data.begin_epoch(SEED, 1)
+    batch = made.settings.method.batch.initial
+    whole = made.data.train_count // batch * batch
+    batches = itertools.cycle(made.data.order[:whole].split(batch))
+
+    def step() -> None:
+        made.engine.step(next(batches))
+
+    for _ in range(CAPTURED_AFTER + WARM_UP_STEPS):
+        step()
+    return step
+
+
+def epoch_batches(made: Trainer, epoch: int) -> Iterator[Tensor]:
+    """One epoch's indices, batch by batch."""
+    sampler = made.data.begin_epoch(SEED, epoch)
+    while sampler.remaining:
+        yield sampler.take(made.settings.method.batch.initial)
+
+
+def whole_epoch(made: Trainer, epoch: int) -> None:
+    """The steps of one epoch as the trainer drives them, without its control steps."""
+    for indices in epoch_batches(made, epoch):
+        made.engine.step(indices)
+    made.data.prepare(SEED, epoch + 1)
+
+
+def warm_up(made: Trainer, epoch: int) -> None:
+    """Capture every batch size of an epoch, and draw that epoch."""
+    for indices in {len(indices): indices for indices in epoch_batches(made, epoch)}.values():
+        for _ in range(CAPTURED_AFTER + 1):
+            made.engine.step(indices)
+    made.data.prepare(SEED, epoch)
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """Every thread of this process on one CPU core, and torch's operations in one thread, as they would be there."""
+    allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    torch.set_num_threads(1)
+    _confine({max(allowed)})
+    try:
+        yield
+    finally:
+        _confine(allowed)
+        torch.set_num_threads(threads)
+
+
+def _confine(cores: set[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cores)
+        except ProcessLookupError:  # it has ended since
+            continue
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    return {None: "", True: " ok", False: " MISSED"}[row["ok"]] if "error" not in row else f" FAILED ({row['error']})"
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
