@@ -245,6 +245,7 @@ if triton is not None:
     def _tile_gradients(
         x,
         dy,
+        dy_side,
         y,
         sample_scale,
         mean,
@@ -262,6 +263,8 @@ if triton is not None:
         """Gradients of z and of the normalised tile, and the normalised tile itself; gradients are 0 where not live."""
         offset, live = _places(row, batch, channels, area, CHANNELS_LAST, BLOCK_C)
         dz = tl.load(dy + offset, mask=live, other=0.0).to(tl.float32)
+        if dy_side is not None:
+            dz += tl.load(dy_side + offset, mask=live, other=0.0).to(tl.float32)
         centred = tl.load(x + offset, mask=live, other=0.0).to(tl.float32) - mean[None, :]
         z = centred * slope[None, :] + intercept[None, :]
         if sample_scale is not None:
@@ -291,6 +294,7 @@ if triton is not None:
     def _chunk_sums(
         x,
         dy,
+        dy_side,
         y,
         sample_scale,
         statistics,
@@ -317,7 +321,7 @@ if triton is not None:
                 reach = tl.where(tile + turn < tiles, first_tile + tile + turn, tl.cdiv(batch * area, BLOCK_R))
                 row = reach * BLOCK_R + tl.arange(0, BLOCK_R)
                 _, dbn, normal = _tile_gradients(
-                    x, dy, y, sample_scale, mean, inverse_deviation, slope, intercept, row, batch,
+                    x, dy, dy_side, y, sample_scale, mean, inverse_deviation, slope, intercept, row, batch,
                     channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_C,
                 )  # fmt: skip
                 total += dbn
@@ -329,6 +333,7 @@ if triton is not None:
     def _sums_kernel(
         x,
         dy,
+        dy_side,
         y,
         sample_scale,
         statistics,
@@ -347,7 +352,7 @@ if triton is not None:
         """First launch backward: each program sums one chunk of rows of its channels."""
         chunk = tl.program_id(1)
         total, product = _chunk_sums(
-            x, dy, y, sample_scale, statistics, weight, bias, batch, chunk * tiles, tiles,
+            x, dy, dy_side, y, sample_scale, statistics, weight, bias, batch, chunk * tiles, tiles,
             channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_R, BLOCK_C,
         )  # fmt: skip
         channel, exists = _channels(channels, BLOCK_C)
@@ -358,6 +363,7 @@ if triton is not None:
     def _gradient_kernel(
         x,
         dy,
+        dy_side,
         y,
         sample_scale,
         statistics,
@@ -385,7 +391,7 @@ if triton is not None:
         rows = batch * area
         if partials is None:
             total, product = _chunk_sums(
-                x, dy, y, sample_scale, statistics, weight, bias, batch, 0, tiles,
+                x, dy, dy_side, y, sample_scale, statistics, weight, bias, batch, 0, tiles,
                 channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_R, BLOCK_C,
             )  # fmt: skip
         else:
@@ -406,7 +412,7 @@ if triton is not None:
             row = (chunk * tiles + tile) * BLOCK_R + tl.arange(0, BLOCK_R)
             offset, live = _places(row, batch, channels, area, CHANNELS_LAST, BLOCK_C)
             dz, dbn, normal = _tile_gradients(
-                x, dy, y, sample_scale, mean, inverse_deviation, slope, intercept, row, batch,
+                x, dy, dy_side, y, sample_scale, mean, inverse_deviation, slope, intercept, row, batch,
                 channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_C,
             )  # fmt: skip
             gradient = slope[None, :] * (dbn - total_mean[None, :] - normal * product_mean[None, :])
@@ -466,8 +472,10 @@ def _shares(tiles: int, most: int) -> tuple[int, int]:
 class _BatchNormAct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, weight, bias, residual, running_mean, running_var, momentum, eps, activation, sample_scale, out_dtype
-    ):
+        ctx, x, weight, bias, residual, running_mean, running_var, momentum, eps, activation, sample_scale, out_dtype,
+        branches,
+    ):  # fmt: skip
+        ctx.set_materialize_grads(False)
         ctx.format = _memory_format(x)
         x = x.contiguous(memory_format=ctx.format)
         ctx.residual_dtype = None if residual is None else residual.dtype
@@ -506,23 +514,28 @@ class _BatchNormAct(torch.autograd.Function):
             )
         mask = y if activation == "relu" and residual is not None else None
         ctx.save_for_backward(x, mask, sample_scale, statistics, weight, bias)
-        return y
+        return y if branches == 1 else (y, y.view_as(y))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, *upstream):
+        upstream = [dy.contiguous(memory_format=ctx.format) for dy in upstream if dy is not None]
+        if not upstream:
+            return (None,) * 12
+        if len(upstream) == 2 and ctx.activation == "none":
+            upstream = [upstream[0] + upstream[1]]
+        dy, dy_side = (*upstream, None)[:2]
         x, mask, sample_scale, statistics, weight, bias = ctx.saved_tensors
         plan = ctx.plan
         dx = torch.empty_like(x)
         dweight, dbias = torch.empty_like(weight), torch.empty_like(bias)
-        upstream = dy.contiguous(memory_format=ctx.format)
         dresidual, written = None, None
         if ctx.residual_dtype is not None and ctx.needs_input_grad[3]:
             if ctx.activation == "none":
                 dresidual = dy.to(ctx.residual_dtype)
             else:
                 dresidual = written = torch.empty_like(x, dtype=ctx.residual_dtype)
-        read = (x, upstream, mask, sample_scale, statistics, weight, bias)
+        read = (x, dy, dy_side, mask, sample_scale, statistics, weight, bias)
         partials = plan.partials(x)
         with torch.cuda.device_of(x):
             if partials is not None:
@@ -543,7 +556,7 @@ class _BatchNormAct(torch.autograd.Function):
                 CHUNKS=MAX_CHUNKS,
                 **plan.fixed,
             )
-        return dx, dweight, dbias, dresidual, None, None, None, None, None, None, None
+        return dx, dweight, dbias, dresidual, *(None,) * 8
 
 
 def batch_norm_act(
@@ -559,8 +572,9 @@ def batch_norm_act(
     residual: Tensor | None = None,
     sample_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    branches: int = 1,
     backend: str,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Normalise by the statistics of this batch, then scale, add and activate, as one differentiable operation.
 
     z = ((x - mean) / sqrt(var + eps) * weight + bias) * sample_scale[n] + residual;  y = act(z), with mean
@@ -579,10 +593,11 @@ def batch_norm_act(
         residual: shape of x, FP16, BF16 or FP32; its gradient has its dtype.
         sample_scale: FP32 ``[N]``, without gradient: stochastic depth.
         out_dtype: dtype of y; None is that of x.
+        branches: 2 for a y with two readers: their gradients are then added where they are used, and not before.
         backend: ``"triton"`` or ``"torch"`` (the reference).
 
     Returns:
-        y ``[N, C, H, W]``, in the memory layout of x.
+        y ``[N, C, H, W]``, in the memory layout of x; with two branches one for each, of the same memory.
 
     Raises:
         ValueError: one value a channel, an unknown activation, ``"silu"`` with a residual (its backward would
@@ -591,15 +606,16 @@ def batch_norm_act(
     _check(x, activation, residual, sample_scale, weight, bias, running_mean, running_var)
     require_backend(backend, x.device)
     if backend == "torch" or x.dtype == torch.float64:
-        return batch_norm_act_reference(
+        y = batch_norm_act_reference(
             x, weight, bias, running_mean, running_var, momentum, eps,
             activation=activation, residual=residual, sample_scale=sample_scale, out_dtype=out_dtype,
         )  # fmt: skip
+        return y if branches == 1 else (y, y)
     out_dtype = out_dtype or x.dtype
     _check_for_triton(x, residual, sample_scale, out_dtype, (weight, bias, running_mean, running_var))
     return _BatchNormAct.apply(
         x, weight, bias, residual, running_mean, running_var, float(momentum), float(eps),
-        activation, sample_scale, out_dtype,
+        activation, sample_scale, out_dtype, branches,
     )  # fmt: skip
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -136,6 +140,14 @@ def capture_cost(bench: Bench, cell: str, *overrides: str) -> Figures:
         eager.append(1e3 * (moments[1] - moments[0]))
         captured.append(moments[2] - moments[1])
     return {f"eager_step/{cell}": median_of(eager), f"capture/{cell}": median_of(captured, replay="included")}
+
+
+def plain_memory(bench: Bench, row: str, *flags: str) -> Figures:
+    """Peak GB of EfficientNet-B0 in plain PyTorch, in a process of its own: how a run is set up decides half of it."""
+    command = [sys.executable, str(Path(__file__).with_name("plain_memory.py")), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {row: {"value": found["peak_gb"], "workspace_gb": found["workspace_gb"]}}
 
 
 def input_kernel(bench: Bench, cell: str, *overrides: str) -> Figures:

@@ -77,7 +77,7 @@ class Bench:
         path: Path | None,
         repeats: int,
         steps: int,
-        epochs: int = 16,
+        epochs: int = 12,
         device: str = "cuda",
         say: Callable[[str], None] = print,
     ) -> None:

@@ -15,7 +15,9 @@ import itertools
 import json
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +72,14 @@ KINDS = {
     "tf32": ("tf32", "method=tf32"),
 }
 """The dtype in which a kind of step multiplies, and its overrides."""
+PLAIN_MEMORY = {
+    "eager_nchw_small_workspace": ("--workspace", "small"),
+    "eager_nchw": (),
+    "eager_channels_last": ("--layout", "channels_last"),
+    "graph_nchw_small_workspace": ("--graph", "--workspace", "small"),
+    "graph_nchw": ("--graph",),
+}
+"""Set-ups of plain PyTorch whose peak memory is compared."""
 CELLS = [(model, kind, 96) for kind in KINDS for model in ("resnet18", "efficientnet_b0")]
 CELLS.insert(2, ("resnet18_cifar", "amp", 768))
 WARM_UP = (
@@ -92,6 +102,17 @@ def step_time(bench: Bench, row: str, *overrides: str) -> Figures:
     peak = made.meter.window_peak_bytes(made.engine.replayed_bytes)
     besides = {"memory_gb": None if peak is None else peak / 1e9, "eager_reason": made.engine.eager_reason}
     return {row: median_of(times, **besides, **({"aim": AIMS[row]} if row in AIMS else {}))}
+
+
+def in_a_process_of_its_own(bench: Bench, theirs: str, row: str, *overrides: str) -> Figures:
+    """A row of this script under further overrides: cuDNN keeps for a whole process what it once chose."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "rows.json")
+        counts = ("--repeats", str(bench.repeats), "--steps", str(bench.steps), "--out", str(out))
+        command = [sys.executable, __file__, "--only", theirs, "--override", *overrides, *counts]
+        subprocess.run(command, check=False, capture_output=True, timeout=300)
+        found = {each["name"]: each for each in json.loads(out.read_text())["rows"]}[theirs]
+    return {row: {key: held for key, held in found.items() if key not in ("name", "unit", "target", "ok")}}
 
 
 def syncs(bench: Bench, row: str, *overrides: str) -> Figures:
@@ -216,6 +237,16 @@ def all_jobs() -> list[Job]:
         cell = f"{model}/{kind}/B{batch}"
         job = Job({f"floor/{cell}": "ms"}, bench_parts.floor, (model, KINDS[kind][0], batch, cell), kind == "amp")
         jobs.append(job)
+    for model, kind in itertools.product(models, ("amp", "fp32")):
+        row = f"layout/{model}/{kind}/nchw"
+        overrides = (f"model={model}", *KINDS[kind][1:], "model.layout=nchw")
+        jobs.append(Job({row: "ms"}, step_time, (row, *overrides)))
+    for kind in ("amp", "fp32"):
+        rows = {f"autotune/resnet18/{kind}": "ms"}
+        jobs.append(Job(rows, in_a_process_of_its_own, (f"step/resnet18/{kind}/B96", *rows, "engine.autotune=true")))
+    for name, flags in PLAIN_MEMORY.items():
+        row = f"plain_memory/efficientnet_b0/{name}"
+        jobs.append(Job({row: "GB"}, bench_parts.plain_memory, (row, *flags)))
     for cell in (first, "efficientnet_b0/amp"):
         rows = {f"eager_step/{cell}": "ms", f"capture/{cell}": "s"}
         jobs.append(Job(rows, bench_parts.capture_cost, (cell, *_overrides(cell)), True))
@@ -251,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for name, value in worker.CUBLAS_WORKSPACES.items():
         os.environ.setdefault(name, value)
-    base = ["device=cuda", "progress=none"]
+    base = ["device=cuda", "progress=none", *options.override]
     if options.data is None:
         base += ["dataset=synthetic", "dataset.train_size=50000", "dataset.test_size=10000"]
     else:
@@ -296,6 +327,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, help="of every measurement; default: 7")
     parser.add_argument("--steps", type=int, help="a repeat; default: 200")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose names hold one of these")
+    parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run of ours")
     parser.add_argument("--quick", action="store_true", help="a first look: few rows, few steps")
     return parser
 

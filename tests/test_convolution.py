@@ -76,3 +76,20 @@ def test_image_channels_filled_up_change_nothing():
     for ours, theirs in zip(*results, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("stride", [(2, 2), (2, 1)])
+def test_a_strided_point_convolution_in_16_bit_is_the_convolution(stride):
+    results = []
+    for options in ({"differentiable_once": True}, {}):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(3, 8, 5, 4, generator=generator).bfloat16().contiguous(memory_format=torch.channels_last)
+        weight = torch.randn(6, 8, 1, 1, generator=generator).bfloat16()
+        x.requires_grad_(), weight.requires_grad_()
+        y = conv2d(x, weight, None, stride, (0, 0), (1, 1), 1, **options)
+        assert ("SparsePoints" in type(y.grad_fn).__name__) == bool(options)
+        y.float().square().sum().backward()
+        results.append((y.detach(), x.grad, weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=5e-2)

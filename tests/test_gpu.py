@@ -19,6 +19,16 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def clean():
+    """Products of FP32 in FP32, and nothing left of the test before."""
+    precision.allow_tf32(False)
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 SMALL = ["device=cuda", "memory.meter=vram", "dataset.image_size=32", "model.input_size=32"]
 
 
@@ -91,12 +101,12 @@ def test_steps_never_wait_for_the_device(name, kernels, graphs):
 def test_replayed_steps_are_the_eager_ones(name, levels, kernels):
     """Same seed, same batches of three sizes, a leftover among them: the same losses, counters and momentum.
 
-    The rate is small: gradients of a library differ in the last bit from run to run, and training would blow that up.
+    The rate is tiny: gradients of a library differ in the last bit from run to run, and training would blow that up.
     """
     readings, momenta = [], []
     for graphs in (True, False):
         data = resident(kernels)
-        made, _ = engine(name, levels, kernels, lr=1e-6, source=source_of(data), graphs=graphs)
+        made, _ = engine(name, levels, kernels, lr=1e-9, source=source_of(data), graphs=graphs)
         for part in made.network.module.modules():
             if type(part).__name__ in ("Dropout", "StochasticDepth"):
                 part.p = 0.0
@@ -109,7 +119,7 @@ def test_replayed_steps_are_the_eager_ones(name, levels, kernels):
     assert replayed.learning_rate == eager.learning_rate
     assert replayed.loss_sum == pytest.approx(eager.loss_sum, rel=1e-3)
     assert torch.tensor(replayed.variance).log() == pytest.approx(torch.tensor(eager.variance).log(), abs=0.1)
-    assert (momenta[0] - momenta[1]).norm() < 0.02 * momenta[1].norm()
+    assert (momenta[0] - momenta[1]).norm() < 1e-2 * momenta[1].norm()
 
 
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])

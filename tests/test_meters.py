@@ -35,8 +35,9 @@ class FakeAllocator:
     def __init__(self, monkeypatch, total: int = 16 * GIB, others: int = 0) -> None:
         self.allocated = self.peak = self.reserved = 0
         for name, function in {
-            "memory_allocated": lambda device: self.allocated,
-            "max_memory_allocated": lambda device: self.peak,
+            "memory_stats_as_nested_dict": lambda device: {
+                "allocated_bytes": {"all": {"current": self.allocated, "peak": self.peak}}
+            },
             "memory_reserved": lambda device: self.reserved,
             "reset_peak_memory_stats": self._reset,
             "mem_get_info": lambda device: (total - others - self.reserved, total),
@@ -238,7 +239,13 @@ def test_on_a_cpu_no_cuda_counter_is_touched(monkeypatch, kind):
     def refuse(*_):
         raise AssertionError("a CUDA counter was touched")
 
-    for name in ("reset_peak_memory_stats", "max_memory_allocated", "memory_reserved", "mem_get_info", "synchronize"):
+    for name in (
+        "reset_peak_memory_stats",
+        "memory_stats_as_nested_dict",
+        "memory_reserved",
+        "mem_get_info",
+        "synchronize",
+    ):
         monkeypatch.setattr(torch.cuda, name, refuse)
     model = nn.Linear(4, 2)
     meter = open_meter(kind, card(CPU, nvml=None), 0, model)

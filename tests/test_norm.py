@@ -174,6 +174,38 @@ def test_other_strides_are_copied_and_results_do_not_change(place):
     torch.testing.assert_close(dx, expected[1], rtol=1e-4, atol=1e-5)
 
 
+@on_every_backend
+@pytest.mark.parametrize("used", ["both", "first", "second"])
+@pytest.mark.parametrize("activation", ["relu", "none"])
+def test_gradients_of_two_branches_add_up(place, activation, used, launches):
+    """As much as one reader that weighs the result by the sum of what both weigh it by."""
+    backend, device = place
+    generator = torch.Generator().manual_seed(0)
+    x, residual, left, right = (torch.randn(4, 6, 5, 3, generator=generator).to(device) for _ in range(4))
+    weighed = {"both": left + right, "first": left, "second": right}[used]
+    gradients = []
+    for branches in (1, 2):
+        inputs = [x.clone().requires_grad_(), residual.clone().requires_grad_()]
+        weight, bias = torch.ones(6, device=device, requires_grad=True), torch.zeros(6, device=device)
+        y = batch_norm_act(
+            inputs[0], weight, bias, torch.zeros(6, device=device), torch.ones(6, device=device), MOMENTUM, EPS,
+            activation=activation, residual=inputs[1], branches=branches, backend=backend,
+        )  # fmt: skip
+        if branches == 1:
+            total = (y * weighed).sum()
+        else:
+            assert y[0].data_ptr() == y[1].data_ptr()
+            total = sum(
+                (each * by).sum()
+                for each, by, name in zip(y, (left, right), ("first", "second"))
+                if used in ("both", name)
+            )
+        total.backward()
+        gradients.append([inputs[0].grad, inputs[1].grad, weight.grad])
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+
+
 @once
 @pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
 def test_on_the_cpu_torch_gives_exactly_batch_norm_and_relu(layout):

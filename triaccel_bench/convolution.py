@@ -12,10 +12,15 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 MATRIX_CHANNELS = 8
 """Channels (16 bytes) that the 16-bit matrix units take at a time; with fewer a library falls back to slow kernels."""
+
+
+HALVES_AT_ONCE = 4
+"""16-bit elements that are copied as one of 64 bits."""
 
 
 class Taps(NamedTuple):
@@ -34,12 +39,14 @@ def conv2d(
     padding: tuple[int, int],
     dilation: tuple[int, int],
     groups: int,
+    differentiable_once: bool = False,
 ) -> Tensor:
     """What ``torch.nn.functional.conv2d`` computes; the order of a sum's terms may differ.
 
     Args:
         x: [N, C, H, W]; products are taken where its memory is channels-last.
         weight: [O, C / groups, kH, kW], of ``x``'s dtype.
+        differentiable_once: allow routes whose gradient cannot be differentiated again.
     """
     rows, columns = (live_taps(x.shape[2 + d], weight.shape[2 + d], stride[d], padding[d], dilation[d]) for d in (0, 1))
     if (rows.last - rows.first, columns.last - columns.first) != tuple(weight.shape[2:]):
@@ -50,13 +57,14 @@ def conv2d(
         x, weight = (functional.pad(operand, (0, 0, 0, 0, 0, missing)) for operand in (x, weight))
     if groups == 1 and padding == (0, 0) and x.is_contiguous(memory_format=torch.channels_last):
         window = tuple(weight.shape[2:])
-        if window == (1, 1):
-            # Only every stride-th pixel is read.
-            x = x[:, :, :: stride[0], :: stride[1]].contiguous(memory_format=torch.channels_last)
+        if window == (1, 1) and stride == (1, 1):
             return functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
         if window == tuple(x.shape[2:]) and dilation == (1, 1):
             pixels = x.permute(0, 2, 3, 1).flatten(1)
             return functional.linear(pixels, weight.permute(0, 2, 3, 1).flatten(1), bias)[:, :, None, None]
+        wide = x.element_size() == 2 and x.shape[1] % HALVES_AT_ONCE == 0
+        if window == (1, 1) and bias is None and wide and differentiable_once:
+            return _SparsePoints.apply(x, weight, stride)
     return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
@@ -90,3 +98,28 @@ class _LiveTaps(torch.autograd.Function):
         whole = gradient.new_empty_strided(ctx.shape, ctx.strides).zero_()
         whole[:, :, ctx.rows.first : ctx.rows.last, ctx.columns.first : ctx.columns.last] = gradient
         return whole, None, None
+
+
+class _SparsePoints(torch.autograd.Function):
+    """A 1x1 convolution with a stride, in 16 bit: a product of the pixels that it reads.
+
+    Libraries go back to channels-first memory for it. Their gradients are better and stay.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, stride: tuple[int, int]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.stride = stride
+        pixels = x.permute(0, 2, 3, 1)[:, :: stride[0], :: stride[1]]
+        read = pixels.view(torch.int64).contiguous().view(x.dtype)
+        return functional.linear(read, weight.flatten(1)).permute(0, 3, 1, 2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        wanted = [*ctx.needs_input_grad[:2], False]
+        dx, dweight, _ = torch.ops.aten.convolution_backward(
+            gradient, x, weight, None, ctx.stride, (0, 0), (1, 1), False, (0, 0), 1, wanted
+        )
+        return dx, dweight, None

@@ -177,7 +177,7 @@ class Engine:
         self.update(*self.forward_backward(images, labels))
 
     def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and correctness of each sample; gradients of the mean loss, scaled where FP16 runs, stay in ``.grad``."""
+        """Loss and correctness of each sample; leaves gradients of the mean loss, scaled if FP16 runs, in ``.grad``."""
         logits = self.network.module(images)
         scale = self.scalars.loss_scale if self._scaled else self._one
         losses, correct, gradient = cross_entropy(logits.detach(), labels, scale, backend=self._kernels)

@@ -52,6 +52,10 @@ class Clock:
             self._synchronise()
         return self._now()
 
+    def now(self) -> float:
+        """The same clock without a wait, for moments at which the device is known to have finished."""
+        return self._now()
+
 
 @dataclass(frozen=True)
 class Readings:
@@ -126,8 +130,8 @@ class VramMeter(MemoryMeter):
         graphs.reset_peak(self._device)
 
     def window_peak_bytes(self, replayed_bytes: int = 0) -> int:
-        replaying = torch.cuda.memory_allocated(self._device) + replayed_bytes
-        return max(graphs.peak_allocated(self._device), replaying) - self._dataset_bytes
+        now, peak = graphs.allocated(self._device)
+        return max(peak, now + replayed_bytes) - self._dataset_bytes
 
     def headroom_bytes(self, peak_bytes: int) -> int:
         # Not what is free now, between two steps: the next step needs its old peak of that again.

@@ -91,8 +91,8 @@ def describe(module: nn.Module) -> Network:
 class Norm(nn.BatchNorm2d):
     """BatchNorm with what follows it: ``activation((normalised x) * sample_scale + residual)``.
 
-    ``kernels`` is the backend of training passes; evaluation is torch's own operations, which can be
-    differentiated twice.
+    With two ``branches`` the result comes twice, for two readers. ``kernels`` is the backend of
+    training passes; evaluation is torch's own operations, which can be differentiated twice.
     """
 
     kernels = "torch"
@@ -104,12 +104,14 @@ class Norm(nn.BatchNorm2d):
         residual: Tensor | None = None,
         sample_scale: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
-    ) -> Tensor:
+        branches: int = 1,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         if not self.training:
             y = functional.batch_norm(
                 x, self.running_mean, self.running_var, self.weight, self.bias, False, self.momentum, self.eps
             )
-            return _finished(y, activation, residual, out_dtype)
+            y = _finished(y, activation, residual, out_dtype)
+            return y if branches == 1 else (y, y)
         return batch_norm_act(
             x,
             self.weight,
@@ -122,6 +124,7 @@ class Norm(nn.BatchNorm2d):
             residual=residual,
             sample_scale=sample_scale,
             out_dtype=out_dtype,
+            branches=branches,
             backend=self.kernels,
         )
 
@@ -164,10 +167,14 @@ class _JoinedBasicBlock(BasicBlock):
     def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
         return [name for name in (f"{path}.conv2", f"{path}.downsample.0") if name in names]
 
-    def forward(self, x: Tensor) -> Tensor:
+    forked = False
+    """Whether the result goes in two to the next block, which reads it twice."""
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+        x, side = x if isinstance(x, tuple) else (x, x)
         out = self.bn1(self.conv1(x), "relu")
-        identity = x if self.downsample is None else self.downsample(x)
-        return self.bn2(self.conv2(out), "relu", identity, out_dtype=self.join_dtype)
+        identity = side if self.downsample is None else self.downsample(side)
+        return self.bn2(self.conv2(out), "relu", identity, out_dtype=self.join_dtype, branches=2 if self.forked else 1)
 
 
 class _JoinedMBConv(MBConv):
@@ -246,9 +253,16 @@ def _fuse(module: nn.Module) -> None:
 
 def use_kernels(network: Network, backend: str) -> None:
     """Run normalisation, excitation and depthwise convolutions of training passes on ``backend``."""
-    for child in network.module.modules():
+    module = network.module
+    for child in module.modules():
         if hasattr(type(child), "kernels"):
             child.kernels = backend
+    if isinstance(module, (_FusedResNet, ResNet8)):
+        # Each block but the last is followed by another, which reads its result twice.
+        blocks = [child for child in module.modules() if isinstance(child, BasicBlock)]
+        if all(isinstance(block, _JoinedBasicBlock) for block in blocks):
+            for block in blocks[:-1]:
+                block.forked = backend == "triton"
 
 
 _JOIN_TYPES = {

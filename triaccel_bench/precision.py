@@ -18,6 +18,7 @@ from torch.nn import functional
 
 from triaccel_bench.convolution import conv2d
 from triaccel_bench.kernels.depthwise import depthwise_conv2d
+from triaccel_bench.kernels.stem import MAX_CHANNELS, MAX_KERNEL, stem_conv2d
 from triaccel_bench.models import LAYER_TYPES, Network
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,14 +54,22 @@ class _CastConv2d(_CastConvolution, nn.Conv2d):
         # A CPU keeps torch's own sums, so that its results are those of the plain model bit for bit.
         if not x.is_cuda or self.padding_mode != "zeros" or isinstance(self.padding, str):
             return super()._conv_forward(x, weight, bias)
-        if self.training and self.kernels == "triton" and self._is_depthwise():
-            return depthwise_conv2d(x, weight, self.stride[0], self.padding[0], backend=self.kernels)
-        return conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if self.training and self.kernels == "triton" and self._is_plain():
+            if self.groups == self.in_channels == self.out_channels:
+                return depthwise_conv2d(x, weight, self.stride[0], self.padding[0], backend=self.kernels)
+            if self._is_stem(weight):
+                return stem_conv2d(x, weight, self.stride[0], self.padding[0], backend=self.kernels)
+        shape = self.stride, self.padding, self.dilation, self.groups
+        return conv2d(x, weight, bias, *shape, differentiable_once=self.training and self.kernels == "triton")
 
-    def _is_depthwise(self) -> bool:
+    def _is_plain(self) -> bool:
+        """Whether our kernels take its shape: alike in both dimensions, without dilation and bias."""
         square = all(len(set(pair)) == 1 for pair in (self.kernel_size, self.stride, self.padding))
-        one_each = self.groups == self.in_channels == self.out_channels
-        return one_each and square and self.dilation == (1, 1) and self.bias is None
+        return square and self.dilation == (1, 1) and self.bias is None
+
+    def _is_stem(self, weight: Tensor) -> bool:
+        takes = self.groups == 1 and self.in_channels <= MAX_CHANNELS and self.kernel_size[0] in (1, 3, 5, MAX_KERNEL)
+        return takes and weight.dtype != torch.float32
 
 
 class _CastConv3d(_CastConvolution, nn.Conv3d): ...

@@ -73,7 +73,6 @@ class Trainer:
         run.train_samples, run.evaluation_samples = self.data.train_count, self.data.eval_count
 
         started = self.clock.read()
-        self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS)
         self.budget_bytes, run.budget_source = resolve_budget(
             settings, hardware, lambda: self._scratch([("fp32",)], settings.memory.calibration_steps)
         )
@@ -81,6 +80,8 @@ class Trainer:
         if settings.memory.enforce and self.budget_bytes is not None:
             share = (self.budget_bytes + self.data.bytes) / hardware.total_bytes
             torch.cuda.set_per_process_memory_fraction(min(share, 1.0), hardware.device)
+        # Under the cap, where there is one: what a library tries out now has to fit as well.
+        self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS)
 
         torch.manual_seed(seed)
         self.network, self.method, self.engine = self._assemble(settings.engine.graphs)
@@ -91,6 +92,9 @@ class Trainer:
         self._record_next = True
         self.step = 0
         self.training_seconds = 0.0
+        """Wall-clock of training so far, probes excluded, as of the last probe, control step or epoch's end."""
+        self.training_began = 0.0
+        """What the clock would have shown as training began, had there been nothing else."""
         self.plan_capture_seconds = [0.0]
         run.first_use_seconds = self.clock.read() - started
 
@@ -133,20 +137,23 @@ class Trainer:
         )
 
     def _scratch(self, plans: list[tuple[str, ...]], steps: int) -> int | None:
-        """Train a throw-away copy at B0, ``steps`` under each plan of requested dtypes; returns the meter's peak.
+        """Train a throw-away copy at B0, ``steps`` under each requested plan; returns the meter's peak under the last.
 
         It runs eagerly: the memory it needs is the same, and a capture would outlast its few steps.
         """
         torch.manual_seed(self.seed)
         network, method, engine = self._assemble(graphs=False)
         meter = self._meter_of(engine)
-        meter.begin_window()
         self.data.begin_epoch(self.seed, 0)
         batch = min(self.settings.method.batch.initial, self.data.train_count)
         indices = torch.arange(batch, device=self.hardware.device)
         for plan in plans:
             executed = [executed_dtype(level, self.hardware, self.settings.method.precision) for level in plan]
             engine.set_plan([executed[index % len(executed)] for index in range(len(network.layers))])
+            if self.hardware.device.type == "cuda":
+                # With engine.autotune the first step also holds the workspace of trials, which no later step needs.
+                engine.step(indices)
+            meter.begin_window()
             for _ in range(steps):
                 with meter.recording():
                     engine.step(indices)
@@ -187,7 +194,7 @@ class Trainer:
         chosen: list[int] = []
         captures, capture_seconds = self.engine.captures, self.engine.capture_seconds
         started = self.clock.read()
-        earlier_seconds = self.training_seconds
+        self.training_began = started - self.training_seconds
         sampler = self.data.begin_epoch(self.seed, epoch)
         while sampler.remaining:
             indices = sampler.take(self.method.decision.batch)
@@ -195,16 +202,16 @@ class Trainer:
             sizes.append(len(indices))
             chosen.append(self.method.decision.batch)
             if self.method.probe_due(self.step):
-                self.training_seconds = earlier_seconds + self.clock.read() - started - probe_seconds
-                probe_seconds += self._probe()
+                seconds = self._probe()
+                probe_seconds += seconds
+                self.training_began += seconds
             if self.step % self.settings.method.control.interval == 0:
-                self.training_seconds = earlier_seconds + self.clock.read() - started - probe_seconds
                 plan_changes += self._control(epoch, sampler.taken / self.data.train_count, before)
         if epoch < self.settings.epochs:
             # The device has yet to run the last steps: it does not wait while the next order is drawn.
             self.data.prepare(self.seed, epoch + 1)
         elapsed = self.clock.read() - started
-        self.training_seconds = earlier_seconds + elapsed - probe_seconds
+        self.training_seconds = started + elapsed - self.training_began
         reading = self.engine.read()
         self._close_window()
         self._check(reading)
@@ -246,6 +253,7 @@ class Trainer:
         """Read curvature; its peak is kept apart from the training window's. Returns the seconds it took."""
         self._close_window()
         started = self.clock.read()
+        self.training_seconds = started - self.training_began
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
         count = min(self.settings.method.curvature.batch, self.data.train_count)
         chosen = torch.randperm(self.data.train_count, generator=generator)[:count]
@@ -267,6 +275,8 @@ class Trainer:
     def _control(self, epoch: int, share_of_epoch: float, epoch_start: Reading) -> bool:
         """One control step (section 3.4): one read-back, one decision, put in force. Returns whether the plan did."""
         reading = self.engine.read()
+        # The device has just been waited for.
+        self.training_seconds = self.clock.now() - self.training_began
         self._check(reading)
         self._close_window()
         memory_bytes, self.peaks.window = self.peaks.window, None
@@ -290,7 +300,9 @@ class Trainer:
 
     def _headroom_bytes(self, peak_bytes: int | None) -> int | None:
         """By how much the peak could grow: what the card has left, and under ``memory.enforce`` what the cap leaves."""
-        found = None if peak_bytes is None else self.meter.headroom_bytes(peak_bytes)
+        # Asked for where B may grow: the driver takes its time to answer, and the device has nothing to do meanwhile.
+        known = peak_bytes is not None and self.settings.method.batch.elastic
+        found = self.meter.headroom_bytes(peak_bytes) if known else None
         if found is not None and self.settings.memory.enforce:
             found = min(found, self.budget_bytes - peak_bytes)
         return found
