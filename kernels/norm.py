@@ -603,7 +603,7 @@ def batch_norm_act(
         ValueError: one value a channel, an unknown activation, ``"silu"`` with a residual (its backward would
             have to keep z), a shape, dtype or device that does not fit, or a backend that cannot run there.
     """
-    _check(x, activation, residual, sample_scale, weight, bias, running_mean, running_var)
+    _check(x, activation, branches, residual, sample_scale, weight, bias, running_mean, running_var)
     require_backend(backend, x.device)
     if backend == "torch" or x.dtype == torch.float64:
         y = batch_norm_act_reference(
@@ -628,7 +628,12 @@ def _memory_format(x: Tensor) -> torch.memory_format:
 
 
 def _check(
-    x: Tensor, activation: str, residual: Tensor | None, sample_scale: Tensor | None, *per_channel: Tensor
+    x: Tensor,
+    activation: str,
+    branches: int,
+    residual: Tensor | None,
+    sample_scale: Tensor | None,
+    *per_channel: Tensor,
 ) -> None:
     if x.dim() != 4:
         raise ValueError(f"x: expected [N, C, H, W], got shape {tuple(x.shape)}; pass four dimensions")
@@ -638,6 +643,8 @@ def _check(
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation={activation!r}: expected one of {ACTIVATIONS}, got another; pass one of them")
+    if branches not in (1, 2):
+        raise ValueError(f"branches={branches}: expected 1 or 2 readers of the result; pass one of them")
     if activation == "silu" and residual is not None:
         raise ValueError("residual: expected None with activation='silu', got a tensor; add it after the activation")
     for name, tensor, shape in [

@@ -268,7 +268,7 @@ def stem_conv2d(x: Tensor, weight: Tensor, stride: int, padding: int, *, backend
     """
     require_backend(backend, x.device)
     _check(x, weight, stride, padding)
-    if backend == "torch" or not _has_matrix_units(x):
+    if backend == "torch" or not has_matrix_units(x):
         return stem_reference(x, weight, stride, padding)
     return _Stem.apply(x, weight, stride, padding)
 
@@ -382,7 +382,8 @@ def _shares(tiles: int, groups: int, block_k: int) -> int:
     return triton.cdiv(tiles, max(least, triton.cdiv(tiles, max(1, PROGRAMS // groups))))
 
 
-def _has_matrix_units(x: Tensor) -> bool:
+def has_matrix_units(x: Tensor) -> bool:
+    """Whether the kernels take this tensor: 16-bit, on a card for which Triton uses matrix units."""
     half = x.dtype in (torch.float16, torch.bfloat16)
     return half and not (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0))
 

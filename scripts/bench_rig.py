@@ -82,6 +82,7 @@ class Bench:
         say: Callable[[str], None] = print,
     ) -> None:
         self.images, self.repeats, self.steps, self.epochs = images, repeats, steps, epochs
+        self.overrides = list(base)
         self._base, self._targets, self._head, self._path, self._say = list(base), targets, dict(head), path, say
         self._jobs = {name: job for job in jobs for name in job.rows}
         self._device_text = device

@@ -38,6 +38,7 @@ from bench_rig import (
     warm_up,
     whole_epoch,
 )
+from hydra.errors import HydraException
 from rich.console import Console
 
 from triaccel_bench import graphs, hardware, precision, worker
@@ -65,6 +66,7 @@ TARGETS = {
 """What the rows shall reach on an NVIDIA H200."""
 AIMS = {"step/resnet18_cifar/amp/B768": 6.6}
 """What would be better still."""
+REFUSALS = (*worker.REFUSALS, HydraException, OSError)
 KINDS = {
     "amp": ("fp16", "method=amp"),
     "bf16": ("bf16", "method=amp", "method.dtype=bf16"),
@@ -109,8 +111,10 @@ def in_a_process_of_its_own(bench: Bench, theirs: str, row: str, *overrides: str
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         counts = ("--repeats", str(bench.repeats), "--steps", str(bench.steps), "--out", str(out))
-        command = [sys.executable, __file__, "--only", theirs, "--override", *overrides, *counts]
-        subprocess.run(command, check=False, capture_output=True, timeout=300)
+        command = [sys.executable, __file__, "--only", theirs, "--override", *bench.overrides, *overrides, *counts]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        if not out.exists():
+            raise RuntimeError(done.stderr.strip().splitlines()[-1])
         found = {each["name"]: each for each in json.loads(out.read_text())["rows"]}[theirs]
     return {row: {key: held for key, held in found.items() if key not in ("name", "unit", "target", "ok")}}
 
@@ -282,11 +286,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     for name, value in worker.CUBLAS_WORKSPACES.items():
         os.environ.setdefault(name, value)
-    base = ["device=cuda", "progress=none", *options.override]
+    base = ["device=cuda", "progress=none"]
     if options.data is None:
         base += ["dataset=synthetic", "dataset.train_size=50000", "dataset.test_size=10000"]
     else:
-        base += ["dataset=cifar10", f"dataset.path={json.dumps(str(options.data))}"]
+        base += ["dataset=cifar10", f"dataset.path={json.dumps(str(options.data.resolve()))}"]
+    base += options.override
     jobs = all_jobs()
     found = hardware.inspect("cuda", "auto")
     facts = worker.provenance(found)
@@ -307,25 +312,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "steps": steps,
     }
     targets = TARGETS if "H200" in found.name else {}
-    images = load(compose(base).dataset)
+    chosen = [job for job in jobs if job.matches(options.only) and (job.quick or not options.quick)]
+    if not chosen:
+        asked = " ".join(options.only)
+        print(f"--only {asked}: expected part of a row's name, got none of a row that is measured", file=sys.stderr)
+        return 2
+    try:
+        images = load(compose(base).dataset)
+    except REFUSALS as error:
+        print(error, file=sys.stderr)
+        return 2
     bench = Bench(base, images, jobs, targets, head, options.out, repeats, steps)
     # As a run has it: the stream of captures also for all else.
     with torch.cuda.stream(graphs.stream(found.device)):
-        for job in jobs:
-            if job.matches(options.only) and (job.quick or not options.quick):
-                bench.run(job)
+        for job in chosen:
+            bench.run(job)
     console = Console()
     (console if console.is_terminal else Console(width=TABLE_WIDTH)).print(bench.table())
     print(f"{len(bench.rows)} rows in {options.out}")
     return 1 if any(row["ok"] is False for row in bench.rows.values()) else 0
 
 
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, help=".npz with x_train y_train x_test y_test; else a generated set")
     parser.add_argument("--out", type=Path, default=Path("results/bench/step.json"), help="default: %(default)s")
-    parser.add_argument("--repeats", type=int, help="of every measurement; default: 7")
-    parser.add_argument("--steps", type=int, help="a repeat; default: 200")
+    parser.add_argument("--repeats", type=_count, help="of every measurement; default: 7")
+    parser.add_argument("--steps", type=_count, help="a repeat; default: 200")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose names hold one of these")
     parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run of ours")
     parser.add_argument("--quick", action="store_true", help="a first look: few rows, few steps")

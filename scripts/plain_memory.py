@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 
 parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
 parser.add_argument("--model", default="efficientnet_b0")
@@ -29,6 +30,8 @@ def main(options: argparse.Namespace) -> dict[str, float]:
 
     from triaccel_bench.graphs import Graph, peak_allocated, reset_peak
 
+    if not torch.cuda.is_available():
+        sys.exit("expected a CUDA device to measure, got none; run this on a machine with an NVIDIA GPU")
     device = torch.device("cuda", 0)
     torch.manual_seed(0)
     layout = torch.channels_last if options.layout == "channels_last" else torch.contiguous_format

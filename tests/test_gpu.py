@@ -78,7 +78,9 @@ def train(made, data: DeviceData, batches: list[int], epochs: int = 1) -> None:
 @pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
 def test_steps_never_wait_for_the_device(name, kernels, graphs):
     data = resident(kernels)
-    made, _ = engine(name, ["fp16", "bf16", "fp32"], kernels, source=source_of(data), graphs=graphs)
+    made, _ = engine(
+        name, ["fp16", "bf16", "fp32"], kernels, source=source_of(data), eager=None if graphs else "asked for"
+    )
     train(made, data, [16, 32, 16], epochs=2)  # warms up, and captures both sizes
     data.prepare(0, 2)
     torch.cuda.synchronize()
@@ -106,7 +108,7 @@ def test_replayed_steps_are_the_eager_ones(name, levels, kernels):
     readings, momenta = [], []
     for graphs in (True, False):
         data = resident(kernels)
-        made, _ = engine(name, levels, kernels, lr=1e-9, source=source_of(data), graphs=graphs)
+        made, _ = engine(name, levels, kernels, lr=1e-9, source=source_of(data), eager=None if graphs else "asked for")
         for part in made.network.module.modules():
             if type(part).__name__ in ("Dropout", "StochasticDepth"):
                 part.p = 0.0
@@ -130,7 +132,7 @@ def test_memory_of_replayed_steps_is_that_of_eager_ones(name):
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         data = resident("triton")
-        made, _ = engine(name, ["fp16"], "triton", source=source_of(data), graphs=graphs)
+        made, _ = engine(name, ["fp16"], "triton", source=source_of(data), eager=None if graphs else "asked for")
         meter = VramMeter(hardware.inspect("cuda", "triton"), data.bytes + before)
         with torch.cuda.stream(graphs_module.stream(torch.device("cuda", 0))):
             train(made, data, [64], epochs=1)
@@ -148,7 +150,7 @@ def test_memory_of_replayed_steps_is_that_of_eager_ones(name):
 
 def test_graphs_share_memory_and_old_ones_go():
     data = resident("triton", train=256)
-    made, _ = engine("resnet18", ["fp16"], "triton", source=source_of(data), graphs=True, cached=2)
+    made, _ = engine("resnet18", ["fp16"], "triton", source=source_of(data), eager=None, cached=2)
     train(made, data, [256], epochs=2)
     torch.cuda.empty_cache()
     one = torch.cuda.memory_reserved()
@@ -162,6 +164,20 @@ def test_graphs_share_memory_and_old_ones_go():
     assert made.captures == 5 and made.read().loss_sum > 0
 
 
+def test_under_a_cap_an_eager_step_finds_the_memory_of_the_graphs():
+    """Reserved bytes are capped at little more than one step needs: warm-up steps and graphs take turns."""
+    made, run = trainer(
+        small("model=resnet18", "method=amp", "memory.enforce=true", "memory.budget=0.4", "epochs=4"),
+        images(train=200, evaluation=32, side=32),
+    )
+    try:
+        made.train()
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert run.graphs and sum(epoch.captures for epoch in run.epochs) >= 2
+    assert all(epoch.reserved_bytes <= 0.4e9 + run.dataset_bytes for epoch in run.epochs)
+
+
 def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why():
     data = resident("triton")
     inner = source_of(data)
@@ -170,7 +186,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why():
         indices.sum().item()
         return inner(dtype, indices)
 
-    made, _ = engine("resnet18", ["bf16"], "triton", source=waiting, graphs=True)
+    made, _ = engine("resnet18", ["bf16"], "triton", source=waiting, eager=None)
     train(made, data, [32], epochs=4)
     assert made.captures == 0 and "cannot be captured" in made.eager_reason
     assert made.read().samples == 128 and made.read().steps_skipped == 0
@@ -178,7 +194,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why():
 
 def test_weight_copies_follow_the_update():
     data = resident("triton")
-    made, _ = engine("resnet18", ["fp16", "fp32", "bf16"], "triton", source=source_of(data), graphs=True)
+    made, _ = engine("resnet18", ["fp16", "fp32", "bf16"], "triton", source=source_of(data), eager=None)
     train(made, data, [32], epochs=4)
     pairs = [(copy, p) for copy, p in zip(made._copies.of_parameters, made._parameters) if copy is not None]
     assert len(pairs) == 14 + 1  # two of three of 21 layers, and one bias
@@ -190,7 +206,7 @@ def test_evaluation_replayed_is_evaluation():
     data = resident("triton")
     results = []
     for graphs in (True, False):
-        made, _ = engine("resnet18", ["fp16"], "triton", source=source_of(data), graphs=graphs)
+        made, _ = engine("resnet18", ["fp16"], "triton", source=source_of(data), eager=None if graphs else "asked for")
         results.append([made.evaluate(data.eval_batches(12)) for _ in range(3)])
     for found in results[0] + results[1][1:]:
         assert found[2] == 32 and found[:2] == pytest.approx(results[1][0][:2], rel=1e-3)

@@ -82,3 +82,20 @@ def test_a_probes_peak_is_no_usage_of_training(monkeypatch, by_the_probe, expect
             meter.peak = 900
         loop.step(loss, images, labels)
     assert loop.batch_size == expected
+
+
+def test_a_model_without_batch_normalisation_trains():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10), torch.nn.ReLU(), torch.nn.Linear(10, 4))
+    loop = TriAccel(model, torch.optim.SGD(model.parameters(), lr=0.01), batch=4, overrides=["method.batch.min=2"])
+    images, labels = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 3])
+    loop.step(torch.nn.functional.cross_entropy(model(images), labels), images, labels)
+    assert loop.steps == 1
+
+
+def test_a_layer_without_a_gradient_is_named():
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10), torch.nn.ReLU(), torch.nn.Linear(10, 4))
+    model[1].weight.requires_grad_(False)
+    loop = TriAccel(model, torch.optim.SGD(model.parameters(), lr=0.01), batch=4, overrides=["method.batch.min=2"])
+    images, labels = torch.randn(4, 3, 4, 4), torch.tensor([0, 1, 2, 3])
+    with pytest.raises(ValueError, match="layer 1: expected a gradient of its weight, got none"):
+        loop.step(torch.nn.functional.cross_entropy(model(images), labels), images, labels)

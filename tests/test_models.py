@@ -1,8 +1,11 @@
 """Architectures, their named layers, and joins that follow their consumer."""
 
+import copy
+
 import pytest
 import torch
 import torchvision
+from torch import nn
 
 from triaccel_bench import models
 from triaccel_bench.configuration import compose
@@ -83,3 +86,78 @@ def test_weights_that_do_not_fit_are_named(tmp_path, content, word):
     with pytest.raises(WeightsError, match=word) as caught:
         build("resnet8", f"model.weights={path}")
     assert str(path) in str(caught.value)
+
+
+def described(model):
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return copy.deepcopy(model), models.describe(model).module
+
+
+@pytest.mark.parametrize("activation", [nn.SiLU, nn.Identity, nn.ReLU])
+def test_a_block_keeps_an_activation_of_its_own(activation):
+    model = torchvision.models.resnet18(num_classes=10)
+    for part in model.modules():
+        if type(part).__name__ == "BasicBlock":
+            part.relu = activation()
+    plain, ours = described(model)
+    images = torch.randn(4, 3, 32, 32)
+    torch.testing.assert_close(ours(images), plain(images))
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.BatchNorm2d, lambda n: nn.BatchNorm2d(n, momentum=None), lambda n: nn.GroupNorm(2, n)]
+)
+def test_batches_are_counted_as_in_the_plain_model(norm):
+    plain, ours = described(torchvision.models.resnet18(num_classes=10, norm_layer=norm))
+    for model in (plain, ours):
+        model.layer1.eval()
+        model(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0)))
+        model.layer2(torch.randn(4, 64, 8, 8, generator=torch.Generator().manual_seed(0)))
+        model.eval()
+        model.layer3.train()
+        model(torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)))
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(ours.get_buffer(name), buffer, msg=name)
+
+
+def test_an_engines_network_counts_once_whatever_the_kernels():
+    network = build("resnet8")
+    models.use_kernels(network, "torch")
+    for _ in range(3):
+        network.module(torch.randn(2, 3, 8, 8))
+    network.module.eval()(torch.randn(2, 3, 8, 8))
+    assert {int(norm.num_batches_tracked) for norm in network.module.modules() if isinstance(norm, models.Norm)} == {3}
+
+
+def test_statistics_of_an_averaged_model_can_be_made_anew():
+    plain, ours = described(torchvision.models.resnet18(num_classes=10))
+    batches = [torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    for model in (plain, ours):
+        torch.optim.swa_utils.update_bn(batches, model)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(ours.get_buffer(name), buffer, msg=name)
+
+
+def test_stochastic_depth_stays_on_where_norms_are_frozen():
+    model = torchvision.models.efficientnet_b0(num_classes=10, stochastic_depth_prob=0.9)
+    network = models.describe(model)
+    for part in network.module.modules():
+        if isinstance(part, nn.BatchNorm2d):
+            part.eval()
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        outputs = torch.stack([network.module(images) for _ in range(4)])
+    assert outputs.std(0).max() > 0
+
+
+def test_norms_made_something_else_later_still_run():
+    model = models.describe(torchvision.models.resnet18(num_classes=10)).module
+    for name, part in list(model.named_modules()):
+        if isinstance(part, models.Norm):
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, nn.GroupNorm(2, part.num_features))
+    assert torch.isfinite(model(torch.randn(2, 3, 32, 32))).all()

@@ -149,6 +149,7 @@ def test_copies_take_the_gradient_and_follow_the_plan():
     plan = ["fp16", "bf16", "fp32"] * 3 + ["bf16"]
     precision.apply(network, plan)
     copies.follow()
+    copies.refresh()
     images, labels = torch.randn(4, 3, 8, 8), torch.tensor([1, 2, 3, 4])
     functional.cross_entropy(network.module(images), labels).backward()
     dtype_of = {id(layer.weight): precision.DTYPES[level] for layer, level in zip(network.layers.values(), plan)}
@@ -172,6 +173,7 @@ def test_an_fp32_probe_of_a_16_bit_layer_reads_its_weight_and_not_its_copy():
     copies = WeightCopies(network, list(network.module.parameters()))
     precision.apply(network, ["bf16"] * 10)
     copies.follow()
+    copies.refresh()
     torch.manual_seed(0)
     plain = models.build(compose(["model=resnet8"]).model, 10).module.eval()
     images = torch.randn(2, 3, 8, 8)
@@ -187,6 +189,7 @@ def test_copies_can_be_brought_up_to_date():
     copies = WeightCopies(network, parameters)
     precision.apply(network, ["fp16"] * 10)
     copies.follow()
+    copies.refresh()
     with torch.no_grad():
         parameters[0].add_(1.0)
     assert not torch.equal(copies.leaves[0], parameters[0].half())

@@ -55,7 +55,7 @@ def conv2d(
     missing = MATRIX_CHANNELS - x.shape[1]
     if groups == 1 and missing > 0 and x.dtype in (torch.float16, torch.bfloat16):
         x, weight = (functional.pad(operand, (0, 0, 0, 0, 0, missing)) for operand in (x, weight))
-    if groups == 1 and padding == (0, 0) and x.is_contiguous(memory_format=torch.channels_last):
+    if groups == 1 and padding == (0, 0) and x.is_contiguous(memory_format=torch.channels_last) and _may_multiply(x):
         window = tuple(weight.shape[2:])
         if window == (1, 1) and stride == (1, 1):
             return functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
@@ -66,6 +66,11 @@ def conv2d(
         if window == (1, 1) and bias is None and wide and differentiable_once:
             return _SparsePoints.apply(x, weight, stride)
     return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def _may_multiply(x: Tensor) -> bool:
+    """Not where a product would round FP32 values otherwise than a convolution does."""
+    return x.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32
 
 
 def live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) -> Taps:

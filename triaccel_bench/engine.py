@@ -76,13 +76,15 @@ class Engine:
         kernels: ``triton`` or ``torch``.
         executed: the executed plan, one dtype a layer.
         source: turns a step's inputs into a batch; runs within the captured step.
-        graphs: capture steps where there is a CUDA device.
-        cached: captured steps that are kept, the most recently used ones.
+        eager: why steps shall run eagerly; ``None`` captures them where there is a CUDA device.
+        cached: captured steps that are kept, the most recently used ones; evaluations are not counted.
+        tight: whether reserved memory is capped: an eager step then finds the graphs' memory free.
 
     Attributes:
         eager_reason: why steps run eagerly; ``None`` while they are captured.
         captures: steps captured so far.
-        capture_seconds: what captures and the eager steps that warmed them up took.
+        capture_seconds: what captures of steps and the eager steps that warmed them up took.
+        recapture_seconds: the part of it for batch sizes that had been captured before, under another plan.
         replayed_bytes: the largest ``Graph.peak_bytes`` replayed since it was last set to 0.
     """
 
@@ -95,8 +97,9 @@ class Engine:
         kernels: str,
         executed: Sequence[str],
         source: Source = as_given,
-        graphs: bool = False,
+        eager: str | None = "not asked for",
         cached: int = 8,
+        tight: bool = False,
     ) -> None:
         self.network = network
         self._source = source
@@ -128,11 +131,12 @@ class Engine:
         self._batch_factors: dict[int, Tensor] = {}
         self._copies = precision.WeightCopies(network, self._parameters)
         self._evaluation = torch.zeros(2, dtype=torch.float64, device=device)
-        self.eager_reason = _reason_for_eager(graphs, device)
+        self.eager_reason = eager if device.type == "cuda" else f"no CUDA graphs on a {device.type} device"
         self.captures = 0
-        self.capture_seconds = 0.0
+        self.capture_seconds = self.recapture_seconds = 0.0
         self.replayed_bytes = 0
-        self._cached = cached
+        self._cached, self._tight = cached, tight
+        self._sizes: set[tuple] = set()
         self._pool: Pool | None = None
         self._steps: OrderedDict[tuple, _Captured] = OrderedDict()
         self._warm: set[tuple] = set()
@@ -166,11 +170,19 @@ class Engine:
         """Bytes of optimizer state (momentum)."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self.sgd.momenta)
 
-    def step(self, *inputs: Tensor) -> None:
-        """One whole training step from the source's inputs; but for a capture, nothing in it waits for the device."""
-        outcome, seconds = self._run("step", self._whole_step, *inputs)
-        self.captures += outcome == "captured"
-        self.capture_seconds += seconds
+    def step(self, *inputs: Tensor) -> str:
+        """One whole training step from the source's inputs; but for a capture, nothing in it waits for the device.
+
+        Returns how: "replayed", "warmed" or "captured" on the way there, or "eager".
+        """
+        outcome, seconds, key = self._run("step", self._whole_step, *inputs)
+        if outcome != "replayed":
+            self.captures += outcome == "captured"
+            self.capture_seconds += seconds
+            self.recapture_seconds += seconds if key in self._sizes else 0.0
+            if outcome == "captured":
+                self._sizes.add(key)
+        return outcome
 
     def _whole_step(self, *inputs: Tensor) -> None:
         images, labels = self._source(self._input_dtype, *inputs)
@@ -204,12 +216,12 @@ class Engine:
             self._batch_factors[batch] = torch.full_like(self._one, batch / self._initial_batch)
         return self._batch_factors[batch]
 
-    def _run(self, kind: str, function: Callable[..., None], *inputs: Tensor) -> tuple[str, float]:
-        """Do ``function(*inputs)``; says how, and what of its host time was the price of capturing."""
+    def _run(self, kind: str, function: Callable[..., None], *inputs: Tensor) -> tuple[str, float, tuple]:
+        """Do ``function(*inputs)``; says how, what of its time on the host capturing cost, and for which shapes."""
+        key = kind, *(tensor.shape for tensor in inputs)
         if self.eager_reason is not None:
             function(*inputs)
-            return "eager", 0.0
-        key = kind, *(tensor.shape for tensor in inputs)
+            return "eager", 0.0, key
         outcome, seconds = "replayed", 0.0
         if key not in self._steps:
             if key in self._warm:
@@ -218,15 +230,18 @@ class Engine:
             started = time.perf_counter()
             if key not in self._warm:
                 self._warm.add(key)
+                if self._tight:
+                    self._give_memory_back()
                 function(*inputs)
-                return "warmed", time.perf_counter() - started
+                return "warmed", time.perf_counter() - started, key
             captured = self._capture(function, inputs)
             if captured is None:
                 function(*inputs)
-                return "eager", 0.0
+                return "eager", 0.0, key
             self._steps[key] = captured
-            while len(self._steps) > self._cached:
-                self._steps.popitem(last=False)[1].graph.release()
+            steps = [held for held in self._steps if held[0] == "step"]
+            for oldest in steps[: max(0, len(steps) - self._cached)]:
+                self._steps.pop(oldest).graph.release()
             outcome, seconds = "captured", time.perf_counter() - started
         captured = self._steps[key]
         self._steps.move_to_end(key)
@@ -234,7 +249,21 @@ class Engine:
             slot.copy_(value)
         captured.graph.replay()
         self.replayed_bytes = max(self.replayed_bytes, captured.graph.peak_bytes)
-        return outcome, seconds
+        return outcome, seconds, key
+
+    @property
+    def pool_bytes(self) -> int:
+        """What captured steps keep from everybody else, to need it at their replay."""
+        return max((captured.graph.peak_bytes for captured in self._steps.values()), default=0)
+
+    def _give_memory_back(self) -> None:
+        for captured in self._steps.values():
+            captured.graph.release()
+        self._steps.clear()
+        if self._pool is not None:
+            self._pool.release()
+            self._pool = None
+            torch.cuda.empty_cache()
 
     def _capture(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> _Captured | None:
         slots = tuple(torch.empty_like(value) for value in inputs)
@@ -244,7 +273,7 @@ class Engine:
                 graph = Graph(lambda: function(*slots), pool=self._pool.handle, warmup=0)
         except CaptureError as error:
             self.eager_reason = f"a step cannot be captured: {error}"
-            self._forget_captures()
+            self._give_memory_back()
             return None
         finally:
             # Gradients of a capture lie in the graph's memory: nobody else may find them.
@@ -298,12 +327,6 @@ class Engine:
         logits = self.network.module(images)
         loss = functional.cross_entropy(logits, labels, reduction="sum")
         self._evaluation += torch.stack((loss.double(), (logits.argmax(1) == labels).sum().double()))
-
-
-def _reason_for_eager(graphs: bool, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"no CUDA graphs on a {device.type} device"
-    return None if graphs else "asked for by engine.graphs=false"
 
 
 def _ordered_parameters(network: Network) -> tuple[list[Tensor], list[int]]:

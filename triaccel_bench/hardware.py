@@ -108,6 +108,12 @@ def executed_dtype(requested: Dtype, hardware: Hardware, precision: PrecisionSet
     return requested
 
 
+def kernels_for(hardware: Hardware, precision: PrecisionSettings) -> Literal["triton", "torch"]:
+    """The backend of a run: torch where BF16 is emulated, of which Triton's compiler knows nothing on those cards."""
+    emulated = hardware.device.type == "cuda" and not hardware.bf16_native and precision.bf16_substitute == "emulate"
+    return "torch" if emulated else hardware.kernels
+
+
 def _inspect_cpu(kernels: str) -> Hardware:
     reason = "no CUDA device: Triton kernels run on GPUs only"
     if kernels == "triton":

@@ -51,10 +51,18 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
     if not (elastic or tree["memory"]["enforce"]):
         tree["memory"] = {key: tree["memory"][key] for key in ("meter", "enforce")}
     if not (adaptive or promotion):
-        del method["capture"]
+        # Records of the first version have no such settings.
+        method.pop("capture", None)
         method["control"] = _without(method["control"], "plan_changes_per_epoch")
     if not (adaptive or elastic or probes):
         del method["control"]
+    engine = tree.get("engine", {})
+    if dumped["device"] == "cpu":
+        tree.pop("engine", None)
+    elif not engine.get("graphs", True):
+        tree["engine"] = _without(engine, "cached")
+    if dumped["device"] == "cpu" or not engine.get("graphs", True):
+        method.pop("capture", None)
     return tree
 
 

@@ -31,7 +31,8 @@ class TriAccel:
     """Section 3.4's loop around a model and an optimizer.
 
     Args:
-        model: a classifier on its device; its convolutions and linear layers become the named layers.
+        model: a classifier on its device; its convolutions and linear layers become the named layers. In
+            torchvision's blocks a BatchNorm also runs the activation behind it, whose hooks are not called.
         optimizer: any ``torch.optim`` optimizer over its parameters. Its groups are split by layer, so
             build learning-rate schedulers after this object; they keep working, because a layer's rate
             is applied around ``optimizer.step`` only.
@@ -120,6 +121,12 @@ class TriAccel:
         batch = labels.shape[0]
         factor = batch / self.settings.batch.initial if self.settings.precision.normalise_by_batch else 1.0
         gradients = [layer.weight.grad for layer in self._network.layers.values()]
+        if None in gradients:
+            missing = list(self._network.layers)[gradients.index(None)]
+            raise ValueError(
+                f"layer {missing}: expected a gradient of its weight, got none; every convolution and linear layer of "
+                "the model has to train (no frozen, unused or parametrized ones)"
+            )
         self._moments.update(gradients, self._one, self._one * factor)
         self._scaler.step(self._optimizer)
         self._scaler.update()

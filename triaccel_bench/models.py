@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchvision.models.efficientnet import MBConv
 from torchvision.models.resnet import BasicBlock, ResNet
-from torchvision.ops import Conv2dNormActivation, SqueezeExcitation
+from torchvision.ops import Conv2dNormActivation, SqueezeExcitation, StochasticDepth
 
 from triaccel_bench.kernels.excite import excite, squeeze
 from triaccel_bench.kernels.norm import batch_norm_act
@@ -96,6 +96,8 @@ class Norm(nn.BatchNorm2d):
     """
 
     kernels = "torch"
+    counted = False
+    """Whether somebody else counts this layer's batches."""
 
     def forward(
         self,
@@ -106,12 +108,12 @@ class Norm(nn.BatchNorm2d):
         out_dtype: torch.dtype | None = None,
         branches: int = 1,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        if not self.training:
-            y = functional.batch_norm(
-                x, self.running_mean, self.running_var, self.weight, self.bias, False, self.momentum, self.eps
-            )
-            y = _finished(y, activation, residual, out_dtype)
+        if not self.training or self.momentum is None:
+            # Without a momentum the running statistics are averages over all batches so far.
+            y = _finished(super().forward(x), activation, residual, sample_scale, out_dtype)
             return y if branches == 1 else (y, y)
+        if not self.counted:
+            self.num_batches_tracked.add_(1)
         return batch_norm_act(
             x,
             self.weight,
@@ -145,15 +147,27 @@ def join_sum(left: Tensor, right: Tensor, dtype: torch.dtype | None) -> Tensor:
     return total if dtype is None else total.to(dtype)
 
 
-def _finished(y: Tensor, activation: str, residual: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _finished(
+    y: Tensor, activation: str, residual: Tensor | None, sample_scale: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    y = y if sample_scale is None else y * sample_scale.view(-1, 1, 1, 1).to(y.dtype)
     y = y if residual is None else join_sum(y, residual, out_dtype)
     return _ACTIVATIONS[activation](y)
 
 
+def _normalised(norm: nn.Module, x: Tensor, activation: str, residual: Tensor | None = None, *more, **options):
+    """``norm`` and what follows it in one call, or one after the other if it has been made something else since."""
+    if isinstance(norm, Norm):
+        return norm(x, activation, residual, *more, **options)
+    sample_scale, out_dtype = (*more, None, None)[:2]
+    return _finished(norm(x), activation, residual, sample_scale, options.get("out_dtype", out_dtype))
+
+
 def _count_batches(module: nn.Module, inputs: tuple) -> None:
-    """One launch for the counters of all ``Norm`` layers, where each would add to its own."""
-    if module.training:
-        torch._foreach_add_([part.num_batches_tracked for part in module.modules() if isinstance(part, Norm)], 1)
+    """One launch for the counters of all ``Norm`` layers that train, where each would add to its own."""
+    norms = [part for part in module.modules() if isinstance(part, Norm) and part.training]
+    if norms:
+        torch._foreach_add_([norm.num_batches_tracked for norm in norms], 1)
 
 
 class _JoinedBasicBlock(BasicBlock):
@@ -161,7 +175,7 @@ class _JoinedBasicBlock(BasicBlock):
 
     @staticmethod
     def fits(block: BasicBlock) -> bool:
-        return isinstance(block.bn1, Norm) and isinstance(block.bn2, Norm)
+        return isinstance(block.bn1, Norm) and isinstance(block.bn2, Norm) and type(block.relu) is nn.ReLU
 
     @staticmethod
     def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
@@ -172,9 +186,11 @@ class _JoinedBasicBlock(BasicBlock):
 
     def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
         x, side = x if isinstance(x, tuple) else (x, x)
-        out = self.bn1(self.conv1(x), "relu")
+        out = _normalised(self.bn1, self.conv1(x), "relu")
         identity = side if self.downsample is None else self.downsample(side)
-        return self.bn2(self.conv2(out), "relu", identity, out_dtype=self.join_dtype, branches=2 if self.forked else 1)
+        branches = 2 if self.forked else 1
+        out = self.conv2(out)
+        return _normalised(self.bn2, out, "relu", identity, out_dtype=self.join_dtype, branches=branches)
 
 
 class _JoinedMBConv(MBConv):
@@ -182,7 +198,9 @@ class _JoinedMBConv(MBConv):
 
     @staticmethod
     def fits(block: MBConv) -> bool:
-        return block.use_res_connect and len(block.block[-1]) == 2 and isinstance(block.block[-1][1], Norm)
+        ends = len(block.block[-1]) == 2 and isinstance(block.block[-1][1], Norm)
+        depth = block.stochastic_depth
+        return block.use_res_connect and ends and type(depth) is StochasticDepth and depth.mode == "row"
 
     @staticmethod
     def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
@@ -193,7 +211,7 @@ class _JoinedMBConv(MBConv):
         out = x
         for part in expansion:
             out = part(out)
-        return norm(convolution(out), "none", x, self._survival(x), self.join_dtype)
+        return _normalised(norm, convolution(out), "none", x, self._survival(x), self.join_dtype)
 
     def _survival(self, x: Tensor) -> Tensor | None:
         """Stochastic depth: for each sample 0, or 1 / (1 - p) with probability 1 - p."""
@@ -226,12 +244,12 @@ class _JoinedSqueezeExcitation(SqueezeExcitation):
 
 class _FusedConvNormActivation(Conv2dNormActivation):
     def forward(self, x: Tensor) -> Tensor:
-        return self[1](self[0](x), _ACTIVATION_NAMES[type(self[2])] if len(self) == 3 else "none")
+        return _normalised(self[1], self[0](x), _ACTIVATION_NAMES[type(self[2])] if len(self) == 3 else "none")
 
 
 class _FusedResNet(ResNet):
     def _forward_impl(self, x: Tensor) -> Tensor:
-        x = self.maxpool(self.bn1(self.conv1(x), "relu"))
+        x = self.maxpool(_normalised(self.bn1, self.conv1(x), "relu"))
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
@@ -247,16 +265,21 @@ def _fuse(module: nn.Module) -> None:
         if type(child) is Conv2dNormActivation and len(child) in (2, 3) and isinstance(child[1], Norm):
             if len(child) == 2 or type(child[2]) in _ACTIVATION_NAMES:
                 child.__class__ = _FusedConvNormActivation
-    if not any(hook is _count_batches for hook in module._forward_pre_hooks.values()):
-        module.register_forward_pre_hook(_count_batches)
 
 
 def use_kernels(network: Network, backend: str) -> None:
-    """Run normalisation, excitation and depthwise convolutions of training passes on ``backend``."""
+    """Run normalisation, excitation and convolutions of training passes on ``backend``; the whole module is called.
+
+    It is then its root that counts batches, and results fork from residual block to residual block.
+    """
     module = network.module
+    if not any(hook is _count_batches for hook in module._forward_pre_hooks.values()):
+        module.register_forward_pre_hook(_count_batches)
     for child in module.modules():
         if hasattr(type(child), "kernels"):
             child.kernels = backend
+        if isinstance(child, Norm):
+            child.counted = True
     if isinstance(module, (_FusedResNet, ResNet8)):
         # Each block but the last is followed by another, which reads its result twice.
         blocks = [child for child in module.modules() if isinstance(child, BasicBlock)]

@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from triaccel_bench.convolution import conv2d
 from triaccel_bench.kernels.depthwise import depthwise_conv2d
-from triaccel_bench.kernels.stem import MAX_CHANNELS, MAX_KERNEL, stem_conv2d
+from triaccel_bench.kernels.stem import MAX_CHANNELS, MAX_KERNEL, has_matrix_units, stem_conv2d
 from triaccel_bench.models import LAYER_TYPES, Network
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -69,7 +69,7 @@ class _CastConv2d(_CastConvolution, nn.Conv2d):
 
     def _is_stem(self, weight: Tensor) -> bool:
         takes = self.groups == 1 and self.in_channels <= MAX_CHANNELS and self.kernel_size[0] in (1, 3, 5, MAX_KERNEL)
-        return takes and weight.dtype != torch.float32
+        return takes and has_matrix_units(weight)
 
 
 class _CastConv3d(_CastConvolution, nn.Conv3d): ...
@@ -144,6 +144,12 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
+def reduce_in_fp32() -> None:
+    """Let products of 16-bit matrices add up their parts in FP32, as convolutions do that run as such a product."""
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+
+
 class WeightCopies:
     """The 16-bit copies of weights and biases of a network's layers, lent to the layers that run in 16 bit.
 
@@ -168,7 +174,7 @@ class WeightCopies:
         self._copies: list[Tensor | None] = [None] * len(self._parameters)
 
     def follow(self) -> None:
-        """Make copies for the plan in force, equal to the parameters."""
+        """Make copies for the plan in force; values come from ``refresh``, or from the update they are given to."""
         for index, parameter in enumerate(self._parameters):
             layer, name = self._owners.get(id(parameter), (None, None))
             if layer is None:
@@ -183,11 +189,10 @@ class WeightCopies:
             elif copy.dtype != layer.compute_dtype:
                 copy = copy.detach().view(layer.compute_dtype)
             self._copies[index] = layer.copies[name] = copy.detach().requires_grad_()
-        self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the parameters' values again, after somebody other than the update has changed them."""
+        """Copy the parameters' values, where no update does."""
         pairs = [(copy.detach(), p) for copy, p in zip(self._copies, self._parameters) if copy is not None]
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs)))

@@ -17,7 +17,7 @@ import torch
 from triaccel_bench import ledger, models, precision
 from triaccel_bench.data import DeviceData, ImageSet
 from triaccel_bench.engine import Engine, Reading
-from triaccel_bench.hardware import Hardware, executed_dtype
+from triaccel_bench.hardware import Hardware, executed_dtype, kernels_for
 from triaccel_bench.meters import Clock, MemoryMeter, open_meter
 from triaccel_bench.methods import Method, resolve_budget
 from triaccel_bench.records import EpochRecord, RunRecord, Trace, finite
@@ -29,6 +29,9 @@ WARM_UP_STEPS = 2
 
 PLANS_TO_COMPILE = (("fp16",), ("bf16",), ("fp32",), ("fp16", "bf16", "fp32"))
 """Dtypes, repeated over the layers, that a method with adaptive precision may mix: their kernels compile beforehand."""
+
+SIZES_A_PLAN = 2
+"""Batch sizes that a new plan has to capture: B, and what is left at an epoch's end."""
 
 Emit = Callable[[str, dict[str, Any]], None]
 
@@ -60,13 +63,15 @@ class Trainer:
         self.settings, self.seed, self.hardware, self.run, self.emit = settings, seed, hardware, run, emit
         self.clock = Clock(hardware.device)
         precision.allow_tf32(settings.method.tf32)
+        precision.reduce_in_fp32()
+        self.kernels = kernels_for(hardware, settings.method.precision)
         torch.backends.cudnn.benchmark = settings.engine.autotune
         self.data = DeviceData(
             images,
             settings.dataset,
             settings.model.input_size,
             hardware.device,
-            hardware.kernels,
+            self.kernels,
             settings.model.layout == "channels_last",
         )
         run.dataset_bytes = self.data.bytes
@@ -84,7 +89,7 @@ class Trainer:
         self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS)
 
         torch.manual_seed(seed)
-        self.network, self.method, self.engine = self._assemble(settings.engine.graphs)
+        self.network, self.method, self.engine = self._assemble(self._reason_for_eager_steps())
         self.meter = self._meter_of(self.engine)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers))
@@ -95,10 +100,9 @@ class Trainer:
         """Wall-clock of training so far, probes excluded, as of the last probe, control step or epoch's end."""
         self.training_began = 0.0
         """What the clock would have shown as training began, had there been nothing else."""
-        self.plan_capture_seconds = [0.0]
         run.first_use_seconds = self.clock.read() - started
 
-    def _assemble(self, graphs: bool) -> tuple[models.Network, Method, Engine]:
+    def _assemble(self, eager: str | None) -> tuple[models.Network, Method, Engine]:
         settings = self.settings
         network = models.build(settings.model, settings.dataset.num_classes)
         layout = torch.channels_last if settings.model.layout == "channels_last" else torch.contiguous_format
@@ -113,13 +117,21 @@ class Trainer:
             settings.method,
             settings.optimizer,
             schedule,
-            self.hardware.kernels,
+            self.kernels,
             method.decision.executed,
             self._batch,
-            graphs,
+            eager,
             settings.engine.cached,
+            settings.memory.enforce,
         )
         return network, method, engine
+
+    def _reason_for_eager_steps(self) -> str | None:
+        if not self.settings.engine.graphs:
+            return "asked for by engine.graphs=false"
+        if self.settings.memory.meter == "tensors":
+            return "memory.meter=tensors counts what autograd saves, which a replay does not show"
+        return None
 
     def _batch(self, dtype: torch.dtype, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The engine's source: augmented images of the current epoch and their labels."""
@@ -142,7 +154,7 @@ class Trainer:
         It runs eagerly: the memory it needs is the same, and a capture would outlast its few steps.
         """
         torch.manual_seed(self.seed)
-        network, method, engine = self._assemble(graphs=False)
+        network, method, engine = self._assemble("a copy of a few steps")
         meter = self._meter_of(engine)
         self.data.begin_epoch(self.seed, 0)
         batch = min(self.settings.method.batch.initial, self.data.train_count)
@@ -245,7 +257,11 @@ class Trainer:
     def _train_step(self, indices: torch.Tensor) -> None:
         recording = self.meter.recording() if self._record_next else nullcontext()
         with recording:
-            self.engine.step(indices)
+            outcome = self.engine.step(indices)
+        if outcome == "warmed" and self.settings.engine.autotune:
+            # What cuDNN tried out belongs to the epoch's peak, but tells the controller nothing of the next step's.
+            self.peaks.epoch = _largest(self.peaks.epoch, self.meter.window_peak_bytes())
+            self._begin_window()
         self._record_next = False
         self.step += 1
 
@@ -288,7 +304,6 @@ class Trainer:
         )
         if decision.executed != before.executed:
             self.engine.set_plan(decision.executed)
-            self.plan_capture_seconds.append(0.0)
         if decision.rates != before.rates or decision.batch != before.batch:
             rules = self.settings.method.batch
             self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
@@ -303,21 +318,20 @@ class Trainer:
         # Asked for where B may grow: the driver takes its time to answer, and the device has nothing to do meanwhile.
         known = peak_bytes is not None and self.settings.method.batch.elastic
         found = self.meter.headroom_bytes(peak_bytes) if known else None
+        if found is not None and not self.settings.memory.enforce:
+            # A new batch size warms up beside the graphs' memory.
+            found -= self.engine.pool_bytes
         if found is not None and self.settings.memory.enforce:
             found = min(found, self.budget_bytes - peak_bytes)
         return found
 
     def _capture_share(self) -> float | None:
-        """Share of training time that capturing again would have taken after one more change of plan.
-
-        The first plan's captures are no part of it; they only tell what a plan costs.
-        """
-        if self.engine.eager_reason is not None or self.training_seconds <= 0:
+        """Share of training time that capturing again would have taken after one more change of plan."""
+        engine = self.engine
+        if engine.eager_reason is not None or engine.captures == 0 or self.training_seconds <= 0:
             return None
-        self.plan_capture_seconds[-1] = self.engine.capture_seconds - sum(self.plan_capture_seconds[:-1])
-        again = sum(self.plan_capture_seconds[1:])
-        one_more = sum(self.plan_capture_seconds) / len(self.plan_capture_seconds)
-        return (again + one_more) / self.training_seconds
+        one_more = SIZES_A_PLAN * engine.capture_seconds / engine.captures
+        return (engine.recapture_seconds + one_more) / self.training_seconds
 
     def _begin_window(self) -> None:
         self.meter.begin_window()
@@ -343,10 +357,10 @@ class Trainer:
     def _note_eager_steps(self) -> None:
         """Record once why steps are not captured, and say so if that was not to be expected."""
         reason = self.engine.eager_reason
-        self.run.graphs = reason is None
+        self.run.graphs = reason is None and self.engine.captures > 0
         if reason != self.run.eager_reason:
             self.run.eager_reason = reason
-            if self.hardware.device.type == "cuda" and self.settings.engine.graphs:
+            if self.hardware.device.type == "cuda" and self._reason_for_eager_steps() is None:
                 self.run.warnings.append(reason)
                 self.emit("note", {"text": f"steps run eagerly: {reason}"})
 

@@ -93,27 +93,27 @@ def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecor
     """Train and put the outcome into ``run``; what had been recorded stays, whatever the outcome."""
     trainer = None
     on_card = found.device.type == "cuda"
-    try:
-        # The stream of captures also for all else: a library's workspace exists once a stream.
-        with torch.cuda.stream(graphs.stream(found.device)) if on_card else nullcontext():
+    # The stream of captures also for all else: a library's workspace exists once a stream.
+    with torch.cuda.stream(graphs.stream(found.device)) if on_card else nullcontext():
+        try:
             trainer = Trainer(settings, seed, found, images, run, emit)
             if run.meter_reason:
                 run.warnings.append(run.meter_reason)
                 emit("note", {"text": run.meter_reason})
             trainer.train()
-        run.status, run.reason = "done", None
-    except REFUSALS:
-        raise
-    except Diverged as error:
-        run.status, run.reason = "diverged", str(error)
-        trainer.finish()
-    except torch.OutOfMemoryError as error:
-        batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
-        run.status, run.reason = "oom", f"does not fit at batch {batch}: {str(error).splitlines()[0]}"
-        if trainer:
+            run.status, run.reason = "done", None
+        except REFUSALS:
+            raise
+        except Diverged as error:
+            run.status, run.reason = "diverged", str(error)
             trainer.finish()
-    except Exception as error:
-        _fail(run, error, emit)
+        except torch.OutOfMemoryError as error:
+            batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
+            run.status, run.reason = "oom", f"does not fit at batch {batch}: {str(error).splitlines()[0]}"
+            if trainer:
+                trainer.finish()
+        except Exception as error:
+            _fail(run, error, emit)
     return trainer.trace if trainer else None
 
 
