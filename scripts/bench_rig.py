@@ -65,6 +65,7 @@ class Bench:
         path: where the file is written after every job; ``None``: nowhere.
         steps: steps a repeat.
         epochs: of an adaptive run: enough for its plan to have moved and to stand still.
+        data, overrides: what the script was told, for a process that measures the same again.
     """
 
     def __init__(
@@ -80,9 +81,11 @@ class Bench:
         epochs: int = 12,
         device: str = "cuda",
         say: Callable[[str], None] = print,
+        data: Path | None = None,
+        overrides: Sequence[str] = (),
     ) -> None:
+        self.data, self.overrides = data, list(overrides)
         self.images, self.repeats, self.steps, self.epochs = images, repeats, steps, epochs
-        self.overrides = list(base)
         self._base, self._targets, self._head, self._path, self._say = list(base), targets, dict(head), path, say
         self._jobs = {name: job for job in jobs for name in job.rows}
         self._device_text = device

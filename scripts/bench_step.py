@@ -111,7 +111,18 @@ def in_a_process_of_its_own(bench: Bench, theirs: str, row: str, *overrides: str
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "rows.json")
         counts = ("--repeats", str(bench.repeats), "--steps", str(bench.steps), "--out", str(out))
-        command = [sys.executable, __file__, "--only", theirs, "--override", *bench.overrides, *overrides, *counts]
+        data = () if bench.data is None else ("--data", str(bench.data))
+        command = [
+            sys.executable,
+            __file__,
+            "--only",
+            theirs,
+            "--override",
+            *bench.overrides,
+            *overrides,
+            *counts,
+            *data,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if not out.exists():
             raise RuntimeError(done.stderr.strip().splitlines()[-1])
@@ -322,7 +333,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except REFUSALS as error:
         print(error, file=sys.stderr)
         return 2
-    bench = Bench(base, images, jobs, targets, head, options.out, repeats, steps)
+    bench = Bench(
+        base,
+        images,
+        jobs,
+        targets,
+        head,
+        options.out,
+        repeats,
+        steps,
+        data=options.data,
+        overrides=options.override,
+    )
     # As a run has it: the stream of captures also for all else.
     with torch.cuda.stream(graphs.stream(found.device)):
         for job in chosen:
