@@ -300,6 +300,7 @@ if triton is not None:
         statistics,
         weight,
         bias,
+        dz_out,
         batch,
         first_tile,
         tiles,
@@ -320,10 +321,13 @@ if triton is not None:
                 # A tile beyond the chunk is moved beyond the last row, where nothing is live.
                 reach = tl.where(tile + turn < tiles, first_tile + tile + turn, tl.cdiv(batch * area, BLOCK_R))
                 row = reach * BLOCK_R + tl.arange(0, BLOCK_R)
-                _, dbn, normal = _tile_gradients(
+                dz, dbn, normal = _tile_gradients(
                     x, dy, dy_side, y, sample_scale, mean, inverse_deviation, slope, intercept, row, batch,
                     channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_C,
                 )  # fmt: skip
+                if dz_out is not None:
+                    offset, live = _places(row, batch, channels, area, CHANNELS_LAST, BLOCK_C)
+                    tl.store(dz_out + offset, dz, mask=live)
                 total += dbn
                 product += dbn * normal
             tile += TILES_A_TURN
@@ -339,6 +343,7 @@ if triton is not None:
         statistics,
         weight,
         bias,
+        dz_out,
         partials,
         batch,
         tiles,
@@ -349,10 +354,10 @@ if triton is not None:
         BLOCK_R: tl.constexpr,
         BLOCK_C: tl.constexpr,
     ):
-        """First launch backward: each program sums one chunk of rows of its channels."""
+        """First launch backward: each program sums one chunk of rows of its channels, and may write their dz."""
         chunk = tl.program_id(1)
         total, product = _chunk_sums(
-            x, dy, dy_side, y, sample_scale, statistics, weight, bias, batch, chunk * tiles, tiles,
+            x, dy, dy_side, y, sample_scale, statistics, weight, bias, dz_out, batch, chunk * tiles, tiles,
             channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_R, BLOCK_C,
         )  # fmt: skip
         channel, exists = _channels(channels, BLOCK_C)
@@ -391,7 +396,7 @@ if triton is not None:
         rows = batch * area
         if partials is None:
             total, product = _chunk_sums(
-                x, dy, dy_side, y, sample_scale, statistics, weight, bias, batch, 0, tiles,
+                x, dy, dy_side, y, sample_scale, statistics, weight, bias, None, batch, 0, tiles,
                 channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_R, BLOCK_C,
             )  # fmt: skip
         else:
@@ -535,15 +540,23 @@ class _BatchNormAct(torch.autograd.Function):
                 dresidual = dy.to(ctx.residual_dtype)
             else:
                 dresidual = written = torch.empty_like(x, dtype=ctx.residual_dtype)
-        read = (x, dy, dy_side, mask, sample_scale, statistics, weight, bias)
+        activation, known = ctx.activation, (sample_scale, statistics, weight, bias)
         partials = plan.partials(x)
         with torch.cuda.device_of(x):
             if partials is not None:
+                # dz is the residual's gradient: once it lies there, the second launch needs neither y nor dy.
+                dz = written if ctx.residual_dtype == dy.dtype else None
                 _sums_kernel[plan.grid](
-                    *read, partials, plan.batch, plan.tiles, ACTIVATION=ctx.activation, **plan.fixed
+                    *(x, dy, dy_side, mask, *known, dz, partials),
+                    plan.batch,
+                    plan.tiles,
+                    ACTIVATION=activation,
+                    **plan.fixed,
                 )
+                if dz is not None:
+                    dy, dy_side, mask, activation, written = dz, None, None, "none", None
             _gradient_kernel[plan.second_grid](
-                *read,
+                *(x, dy, dy_side, mask, *known),
                 partials,
                 dx,
                 written,
@@ -552,7 +565,7 @@ class _BatchNormAct(torch.autograd.Function):
                 plan.chunks,
                 plan.batch,
                 plan.second_tiles,
-                ACTIVATION=ctx.activation,
+                ACTIVATION=activation,
                 CHUNKS=MAX_CHUNKS,
                 **plan.fixed,
             )

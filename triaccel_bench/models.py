@@ -114,6 +114,9 @@ class Norm(nn.BatchNorm2d):
             return y if branches == 1 else (y, y)
         if not self.counted:
             self.num_batches_tracked.add_(1)
+        if residual is not None and self.kernels == "triton":
+            # A kernel for every pair of dtypes would be compiled in the middle of training.
+            residual = residual.to(x.dtype)
         return batch_norm_act(
             x,
             self.weight,
