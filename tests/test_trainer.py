@@ -97,7 +97,8 @@ def test_a_dead_run_ends_as_diverged():
     assert len(run.epochs) < 30
 
 
-def test_batch_size_changes_take_effect_at_the_next_batch(monkeypatch):
+def test_batch_size_changes_take_effect_one_batch_after_their_reading(monkeypatch):
+    """The device runs a step while the host decides."""
     taken = []
     take = ElasticSampler.take
 
@@ -112,7 +113,7 @@ def test_batch_size_changes_take_effect_at_the_next_batch(monkeypatch):
     )
     trace = made.train()
     asked = [size for size, _ in taken]
-    assert asked[1:] == [decision.batch_after for decision in trace.decisions][: len(asked) - 1]
+    assert asked[2:] == [decision.batch_after for decision in trace.decisions][: len(asked) - 2]
     assert len(set(asked)) > 1
     assert sorted(index for _, indices in taken for index in indices) == list(range(64))
     assert run.epochs[0].steps == len(taken)
@@ -175,8 +176,8 @@ def test_every_sample_once_an_epoch_under_random_batch_sizes(monkeypatch):
 def test_one_host_read_back_per_control_step(monkeypatch):
     """Between control steps, probes and epoch ends the engine is never read."""
     reads = []
-    read = Engine.read
-    monkeypatch.setattr(Engine, "read", lambda self: reads.append(1) or read(self))
+    read = Engine.start_reading
+    monkeypatch.setattr(Engine, "start_reading", lambda self: reads.append(1) or read(self))
     made, run = trainer(settings("method=triaccel_precision", "epochs=2"))
     made.train()
     controls = run.steps // 2

@@ -16,6 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -283,18 +284,43 @@ class Engine:
         return _Captured(graph, slots)
 
     def _forget_captures(self) -> None:
+        if self._steps:
+            # A replay may still be under way.
+            torch.cuda.synchronize()
         for captured in self._steps.values():
             captured.graph.release()
         self._steps.clear()
         self._warm.clear()
 
-    def read(self) -> Reading:
-        """The one host read-back of a control step: everything in a single copy."""
+    def start_reading(self) -> Callable[[], Reading]:
+        """Begin the one host read-back of a control step: everything as of now, in a single copy.
+
+        The call that is returned waits for it, but for no step that is begun in between.
+        """
         scalars = self.scalars
         parts = [scalars.counters, scalars.learning_rate[None].double(), scalars.loss_scale[None].double()]
         if self._track:
             parts += [self.moments.updates.double(), self.moments.ema.double()]
-        values = torch.cat(parts).tolist()
+        values = torch.cat(parts)
+        if not values.is_cuda:
+            return partial(self._reading_of, values)
+        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def finish() -> Reading:
+            copied.synchronize()
+            return self._reading_of(host)
+
+        return finish
+
+    def read(self) -> Reading:
+        """``start_reading``, and the wait for it."""
+        return self.start_reading()()
+
+    def _reading_of(self, host: Tensor) -> Reading:
+        values = host.tolist()
         counters = dict(zip(COUNTERS, values, strict=False))
         loss_sum = counters.pop("loss_sum")
         learning_rate, loss_scale, *statistics = values[len(COUNTERS) :]

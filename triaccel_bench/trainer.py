@@ -208,17 +208,25 @@ class Trainer:
         started = self.clock.read()
         self.training_began = started - self.training_seconds
         sampler = self.data.begin_epoch(self.seed, epoch)
+        reading_begun = None
         while sampler.remaining:
             indices = sampler.take(self.method.decision.batch)
             self._train_step(indices)
             sizes.append(len(indices))
             chosen.append(self.method.decision.batch)
+            if reading_begun is not None:
+                # A step later, so that the device is at work while the host decides.
+                plan_changes += self._control(epoch, before, *reading_begun)
+                reading_begun = None
             if self.method.probe_due(self.step):
                 seconds = self._probe()
                 probe_seconds += seconds
                 self.training_began += seconds
             if self.step % self.settings.method.control.interval == 0:
-                plan_changes += self._control(epoch, sampler.taken / self.data.train_count, before)
+                share_of_epoch = sampler.taken / self.data.train_count
+                reading_begun = self.engine.start_reading(), self.step, share_of_epoch
+        if reading_begun is not None:
+            plan_changes += self._control(epoch, before, *reading_begun)
         if epoch < self.settings.epochs:
             # The device has yet to run the last steps: it does not wait while the next order is drawn.
             self.data.prepare(self.seed, epoch + 1)
@@ -288,10 +296,15 @@ class Trainer:
         self.trace.probes.append(ledger.probe_trace(self.step, seconds, peak, probe))
         return seconds
 
-    def _control(self, epoch: int, share_of_epoch: float, epoch_start: Reading) -> bool:
-        """One control step (section 3.4): one read-back, one decision, put in force. Returns whether the plan did."""
-        reading = self.engine.read()
-        # The device has just been waited for.
+    def _control(
+        self, epoch: int, epoch_start: Reading, finish: Callable[[], Reading], step: int, share_of_epoch: float
+    ) -> bool:
+        """One control step (section 3.4): the read-back begun at ``step``, one decision, put in force from now on.
+
+        Returns whether the plan changed.
+        """
+        reading = finish()
+        # The device is at most a step behind this clock.
         self.training_seconds = self.clock.now() - self.training_began
         self._check(reading)
         self._close_window()
@@ -308,7 +321,7 @@ class Trainer:
             rules = self.settings.method.batch
             self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
         self._record_next = True
-        self.trace.decisions.append(ledger.decision_trace(self.step, signals, before, decision))
+        self.trace.decisions.append(ledger.decision_trace(step, signals, before, decision))
         done = epoch - 1 + share_of_epoch
         self.emit("progress", ledger.progress(done, self.settings.epochs, epoch_start, reading, decision, memory_bytes))
         return decision.plan_changed
