@@ -25,6 +25,8 @@ DWEIGHT_TAPS = 4
 """Taps whose weight gradient one program accumulates over one reading of dy; 8 would need too many registers."""
 ONE_STAGE_PIXELS = 512
 """Up to here one program sums all pixels sooner than a second launch would start."""
+NOMINAL_BATCH = 96
+"""Images for which tiles are chosen, whatever the batch: another choice is another kernel to compile."""
 INT32_ELEMENTS = 2**31 - 2**24
 """Tensors up to this size have offsets in int32, with room for the masked ones around the image."""
 
@@ -318,7 +320,8 @@ def _forward(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
         return out
     rows = _live_taps(height, out_height, kernel, stride, padding)
     cols = _live_taps(width, out_width, kernel, stride, padding)
-    block_m, block_c, warps = _tile(pixels, channels, _area(rows, cols), x.element_size())
+    nominal = NOMINAL_BATCH * out_height * out_width
+    block_m, block_c, warps = _tile(nominal, channels, _area(rows, cols), x.element_size())
     with torch.cuda.device_of(x):
         _forward_kernel[(triton.cdiv(channels, block_c) * triton.cdiv(pixels, block_m),)](
             x,
@@ -344,7 +347,8 @@ def _dx(dy: Tensor, weight: Tensor, shape: torch.Size, stride: int, padding: int
     pixels = images * triton.cdiv(height, stride) * triton.cdiv(width, stride)
     rows = _live_steps(height, out_height, kernel, stride, padding)
     cols = _live_steps(width, out_width, kernel, stride, padding)
-    block_m, block_c, warps = _tile(pixels * stride * stride, channels, _area(rows, cols), dy.element_size())
+    nominal = NOMINAL_BATCH * triton.cdiv(height, stride) * triton.cdiv(width, stride) * stride * stride
+    block_m, block_c, warps = _tile(nominal, channels, _area(rows, cols), dy.element_size())
     with torch.cuda.device_of(dy):
         _dx_kernel[(triton.cdiv(channels, block_c) * stride * stride * triton.cdiv(pixels, block_m),)](
             dy,
@@ -374,10 +378,12 @@ def _dweight(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -
     block_m = DWEIGHT_TILE // block_c
     blocks = triton.cdiv(channels, block_c)
     pixels = images * out_height * out_width
-    taps, each = _dweight_work(pixels, blocks, live, DWEIGHT_TURN * block_m)
+    one_stage = NOMINAL_BATCH * out_height * out_width <= ONE_STAGE_PIXELS
+    taps = _dweight_taps(one_stage, blocks, live)
     groups = triton.cdiv(live, taps)
+    each = pixels if one_stage else _dweight_share(pixels, blocks * groups, DWEIGHT_TURN * block_m)
     shares = triton.cdiv(pixels, each)
-    out = dweight if shares == 1 else torch.empty((shares, live, channels), dtype=torch.float32, device=x.device)
+    out = dweight if one_stage else torch.empty((shares, live, channels), dtype=torch.float32, device=x.device)
     with torch.cuda.device_of(x):
         _dweight_kernel[(blocks, groups, shares)](
             x,
@@ -391,11 +397,11 @@ def _dweight(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -
             EVERY_TAP=triton.next_power_of_2(kernel * kernel),
             BLOCK_M=block_m,
             BLOCK_C=block_c,
-            ONE_STAGE=shares == 1,
+            ONE_STAGE=one_stage,
             WIDE=max(x.numel(), dy.numel()) > INT32_ELEMENTS,
             num_warps=4,
         )
-        if shares > 1:
+        if not one_stage:
             _dweight_sum_kernel[(blocks, kernel * kernel)](
                 out, dweight, shares, channels, kernel, *rows, *cols, BLOCK_S=64, BLOCK_C=block_c, num_warps=4
             )
@@ -414,15 +420,18 @@ def _tile(pixels: int, channels: int, taps: int, itemsize: int) -> tuple[int, in
     return block_m, block_c, warps
 
 
-def _dweight_work(pixels: int, blocks: int, live: int, turn: int) -> tuple[int, int]:
-    """Taps and pixels that one program of the weight gradient sums; the pixels are all, or a multiple of ``turn``."""
+def _dweight_taps(one_stage: bool, blocks: int, live: int) -> int:
+    """Taps that one program of the weight gradient sums: fewer where all pixels of them leave too few programs."""
     taps = min(DWEIGHT_TAPS, triton.next_power_of_2(live))
-    if pixels <= ONE_STAGE_PIXELS:
-        while taps > 1 and blocks * triton.cdiv(live, taps) < PROGRAMS // 2:
-            taps //= 2
-        return taps, pixels
-    shares = max(1, PROGRAMS // (blocks * triton.cdiv(live, taps)))
-    return taps, pixels if shares == 1 else triton.cdiv(triton.cdiv(pixels, shares), turn) * turn
+    while one_stage and taps > 1 and blocks * triton.cdiv(live, taps) < PROGRAMS // 2:
+        taps //= 2
+    return taps
+
+
+def _dweight_share(pixels: int, programs: int, turn: int) -> int:
+    """Pixels that one program sums where several share them: all of them, or a multiple of ``turn``."""
+    shares = max(1, PROGRAMS // programs)
+    return pixels if shares == 1 else triton.cdiv(triton.cdiv(pixels, shares), turn) * turn
 
 
 def _empty_like(like: Tensor, shape: Sequence[int]) -> Tensor:

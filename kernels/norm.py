@@ -16,8 +16,10 @@ MAX_CHUNKS = 128
 """Chunks of rows whose partial results every program of the second launch merges as one tile."""
 SECOND_WAVE = 2 * MULTIPROCESSORS
 """Programs of a second launch over large tensors: two of eight warps a multiprocessor."""
-ONE_LAUNCH_ROWS = 1024
-"""Up to here a program reads all rows of its channels twice: cheaper than a second launch."""
+ONE_LAUNCH_AREA = 8
+"""Pixels of an image up to which a program reads all rows of its channels twice: cheaper than a second launch."""
+NARROW_IMAGE = 5632
+"""Elements of an image below which a hundred of them leave multiprocessors without one of the wide tiles."""
 WIDE_TILE, NARROW_TILE, CHANNELS_A_PROGRAM = 4096, 2048, 32
 """Elements a tile of 8 and of 4 warps, and its channels if they are adjacent in memory: 64 bytes in 16 bits."""
 
@@ -434,16 +436,17 @@ class _Plan:
         batch, channels, height, width = x.shape
         area = height * width
         rows = batch * area
-        self.one_launch = rows <= ONE_LAUNCH_ROWS
+        # By the size of an image and not of the batch: another choice is another kernel to compile.
+        self.one_launch = area <= ONE_LAUNCH_AREA
         if self.one_launch:
             # Eight channels fill a 16-byte load and leave more programs than a whole sector would.
             block_c = min(8, triton.next_power_of_2(channels))
-            block_r, warps = (128, 4) if rows <= 128 else (512, 8)
+            block_r, warps = (128, 4) if area == 1 else (512, 8)
         else:
             widest = CHANNELS_A_PROGRAM if channels_last or area < 16 else 8
             block_c = min(widest, triton.next_power_of_2(channels))
             block_r, warps = WIDE_TILE // block_c, 8
-            if triton.cdiv(rows, block_r) * triton.cdiv(channels, block_c) < MULTIPROCESSORS:
+            if area * channels < NARROW_IMAGE:
                 block_r, warps = NARROW_TILE // block_c, 4
         blocks = triton.cdiv(channels, block_c)
         all_tiles = triton.cdiv(rows, block_r)

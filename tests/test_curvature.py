@@ -437,6 +437,7 @@ class ImmediateGraph:
     """Stands in for a captured graph on a CPU: a replay calls the function into the same outputs."""
 
     made: list[ImmediateGraph] = []
+    peak_bytes = 1000
 
     def __init__(self, function):
         self.function, self.replays, self.released = function, 0, False

@@ -59,7 +59,7 @@ def poisoned_memory():
 def launches(request, monkeypatch):
     """Tiny tensors through both paths, the second with many chunks of several tiles."""
     if request.param == "two-launches":
-        monkeypatch.setattr(norm, "ONE_LAUNCH_ROWS", 0)
+        monkeypatch.setattr(norm, "ONE_LAUNCH_AREA", 0)
         monkeypatch.setattr(norm, "MAX_CHUNKS", 4)
         monkeypatch.setattr(norm, "MULTIPROCESSORS", 2)
         monkeypatch.setattr(norm, "WIDE_TILE", 64)

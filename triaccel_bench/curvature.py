@@ -49,6 +49,8 @@ class Probe:
     spectra: tuple[Spectrum, ...]
     seconds: float
     products: int
+    replayed_bytes: int = 0
+    """What a replayed graph of gradients needed beside everything else."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ class HessianEstimator:
         begun = self._now()
         spectra: dict[str, Spectrum] = {}
         with _leaving_no_trace(self._objective, device), self._captured(images, labels) as graph:
+            replayed_bytes = 0 if graph is None else graph.peak_bytes
             for name in tuple(self._turns):
                 allowed = self._iterations(name, priced=budget_seconds is not None)
                 if spectra and budget_seconds is not None:
@@ -142,7 +145,7 @@ class HessianEstimator:
                         break
                 spectra[name] = self._refresh(name, allowed, images, labels, graph)
         products = sum(spectrum.iterations for spectrum in spectra.values())
-        return Probe(tuple(spectra), tuple(spectra.values()), self._now() - begun, products)
+        return Probe(tuple(spectra), tuple(spectra.values()), self._now() - begun, products, replayed_bytes)
 
     def _refresh(self, name: str, allowed: int, images: Tensor, labels: Tensor, graph: Graph | None) -> Spectrum:
         begun = self._now()

@@ -284,7 +284,7 @@ class Trainer:
         images, labels = self.data.plain_batch(chosen.to(self.hardware.device))
         probe = self.method.probe(images, labels, self.step, self.training_seconds)
         seconds = self.clock.read() - started
-        peak = self.meter.window_peak_bytes()
+        peak = self.meter.window_peak_bytes(0 if probe is None else probe.replayed_bytes)
         self._begin_window()
         if probe is None:
             return seconds
