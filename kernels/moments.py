@@ -243,7 +243,7 @@ class GradientMoments:
         Args:
             grads: the gradients of the scaled mean loss; left as they are. Each FP32, FP16 or BF16, which
                 may differ between them and from step to step, with any strides; or what ``FusedSGD.gather``
-                made of them, and then ``bind`` and ``flush`` of that object are the ones that count.
+                made of them, and then ``flush`` of that object is the one that counts.
             inverse_scale: f32 scalar on the device, 1 / loss scale.
             batch_factor: f32 scalar on the device, by which variances are multiplied (B / B_0, or 1).
 
@@ -313,11 +313,6 @@ class GradientMoments:
                 "gather them with the optimizer of the same tensors"
             )
         return grads
-
-    def bind(self, grads: Sequence[Tensor]) -> None:
-        """Prepare, outside of capture, for captures that will ``update`` with exactly these tensors (dense ones)."""
-        if self._table is not None:
-            self._table.bind(grads)
 
     def flush(self) -> None:
         """Finish a capture: write the addresses its graph reads. Call it after the capture, before the first replay."""

@@ -334,14 +334,6 @@ class FusedSGD:
                 num_warps=16,
             )
 
-    def bind(self, grads: Sequence[Tensor]) -> None:
-        """Prepare, outside of capture, for captures that will ``step`` with exactly these tensors.
-
-        They are to be laid out as the parameters: a copy made for layout has another address.
-        """
-        if self._table is not None:
-            self._table.bind(grads)
-
     def flush(self) -> None:
         """Finish a capture: write the addresses its graph reads. Call it after the capture, before the first replay."""
         if self._table is not None:
