@@ -54,7 +54,6 @@ def batch_norm_act_reference(
 
 
 if triton is not None:
-    TILES_A_TURN = tl.constexpr(2)
 
     @triton.jit
     def _channels(channels, BLOCK_C: tl.constexpr):
@@ -244,9 +243,36 @@ if triton is not None:
             tile -= 1
 
     @triton.jit
-    def _tile_gradients(
+    def _loaded(
         x,
         dy,
+        dy_side,
+        y,
+        row,
+        batch,
+        channels,
+        area,
+        CHANNELS_LAST: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+    ):
+        """What lies in memory of a tile, not yet used: so the loads of several tiles need not wait for each other."""
+        offset, live = _places(row, batch, channels, area, CHANNELS_LAST, BLOCK_C)
+        value = tl.load(x + offset, mask=live, other=0.0)
+        upstream = tl.load(dy + offset, mask=live, other=0.0)
+        side = upstream
+        if dy_side is not None:
+            side = tl.load(dy_side + offset, mask=live, other=0.0)
+        kept = value
+        if y is not None:
+            kept = tl.load(y + offset, mask=live, other=0.0)
+        return offset, live, value, upstream, side, kept
+
+    @triton.jit
+    def _tile_gradients(
+        value,
+        upstream,
+        side,
+        kept,
         dy_side,
         y,
         sample_scale,
@@ -256,24 +282,20 @@ if triton is not None:
         intercept,
         row,
         batch,
-        channels,
         area,
-        CHANNELS_LAST: tl.constexpr,
         ACTIVATION: tl.constexpr,
-        BLOCK_C: tl.constexpr,
     ):
         """Gradients of z and of the normalised tile, and the normalised tile itself; gradients are 0 where not live."""
-        offset, live = _places(row, batch, channels, area, CHANNELS_LAST, BLOCK_C)
-        dz = tl.load(dy + offset, mask=live, other=0.0).to(tl.float32)
+        dz = upstream.to(tl.float32)
         if dy_side is not None:
-            dz += tl.load(dy_side + offset, mask=live, other=0.0).to(tl.float32)
-        centred = tl.load(x + offset, mask=live, other=0.0).to(tl.float32) - mean[None, :]
+            dz += side.to(tl.float32)
+        centred = value.to(tl.float32) - mean[None, :]
         z = centred * slope[None, :] + intercept[None, :]
         if sample_scale is not None:
             scale = tl.load(sample_scale + row // area, mask=row < batch * area, other=0.0)[:, None]
             z = z * scale
         if y is not None:
-            z = tl.load(y + offset, mask=live, other=0.0).to(tl.float32)
+            z = kept.to(tl.float32)
         if ACTIVATION == "relu":
             dz = tl.where(z <= 0.0, 0.0, dz)
         if ACTIVATION == "silu":
@@ -317,22 +339,32 @@ if triton is not None:
         mean, inverse_deviation, slope, intercept = _channel_values(statistics, weight, bias, channels, BLOCK_C)
         total = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
         product = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+        # A second tile beyond the chunk is moved beyond the last row, where nothing is live.
+        beyond = tl.cdiv(batch * area, BLOCK_R)
         tile = 0
         while tile < tiles:
-            for turn in tl.static_range(TILES_A_TURN):
-                # A tile beyond the chunk is moved beyond the last row, where nothing is live.
-                reach = tl.where(tile + turn < tiles, first_tile + tile + turn, tl.cdiv(batch * area, BLOCK_R))
-                row = reach * BLOCK_R + tl.arange(0, BLOCK_R)
-                dz, dbn, normal = _tile_gradients(
-                    x, dy, dy_side, y, sample_scale, mean, inverse_deviation, slope, intercept, row, batch,
-                    channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_C,
-                )  # fmt: skip
-                if dz_out is not None:
-                    offset, live = _places(row, batch, channels, area, CHANNELS_LAST, BLOCK_C)
-                    tl.store(dz_out + offset, dz, mask=live)
-                total += dbn
-                product += dbn * normal
-            tile += TILES_A_TURN
+            row0 = (first_tile + tile) * BLOCK_R + tl.arange(0, BLOCK_R)
+            row1 = tl.where(tile + 1 < tiles, first_tile + tile + 1, beyond) * BLOCK_R + tl.arange(0, BLOCK_R)
+            offset0, live0, value0, upstream0, side0, kept0 = _loaded(
+                x, dy, dy_side, y, row0, batch, channels, area, CHANNELS_LAST, BLOCK_C
+            )
+            offset1, live1, value1, upstream1, side1, kept1 = _loaded(
+                x, dy, dy_side, y, row1, batch, channels, area, CHANNELS_LAST, BLOCK_C
+            )
+            dz0, dbn0, normal0 = _tile_gradients(
+                value0, upstream0, side0, kept0, dy_side, y, sample_scale, mean, inverse_deviation, slope, intercept,
+                row0, batch, area, ACTIVATION,
+            )  # fmt: skip
+            dz1, dbn1, normal1 = _tile_gradients(
+                value1, upstream1, side1, kept1, dy_side, y, sample_scale, mean, inverse_deviation, slope, intercept,
+                row1, batch, area, ACTIVATION,
+            )  # fmt: skip
+            if dz_out is not None:
+                tl.store(dz_out + offset0, dz0, mask=live0)
+                tl.store(dz_out + offset1, dz1, mask=live1)
+            total += dbn0 + dbn1
+            product += dbn0 * normal0 + dbn1 * normal1
+            tile += 2
         return tl.sum(total, axis=0), tl.sum(product, axis=0)
 
     @triton.jit(do_not_specialize=["batch", "tiles", "area"])
@@ -417,10 +449,12 @@ if triton is not None:
         tile = tiles - 1
         while tile >= 0:
             row = (chunk * tiles + tile) * BLOCK_R + tl.arange(0, BLOCK_R)
-            offset, live = _places(row, batch, channels, area, CHANNELS_LAST, BLOCK_C)
+            offset, live, value, upstream, side, kept = _loaded(
+                x, dy, dy_side, y, row, batch, channels, area, CHANNELS_LAST, BLOCK_C
+            )
             dz, dbn, normal = _tile_gradients(
-                x, dy, dy_side, y, sample_scale, mean, inverse_deviation, slope, intercept, row, batch,
-                channels, area, CHANNELS_LAST, ACTIVATION, BLOCK_C,
+                value, upstream, side, kept, dy_side, y, sample_scale, mean, inverse_deviation, slope, intercept,
+                row, batch, area, ACTIVATION,
             )  # fmt: skip
             gradient = slope[None, :] * (dbn - total_mean[None, :] - normal * product_mean[None, :])
             tl.store(dx + offset, gradient, mask=live)
