@@ -1,51 +1,30 @@
-"""Assembled batches: each backend against the arithmetic written out, and against torch's interpolation.
-
-On a machine without a card the Triton kernel runs in Triton's interpreter. It must be chosen
-before Triton is imported, so this file runs itself once more in a process that has chosen it.
-"""
+"""Assembled batches: each backend against the arithmetic written out, and against torch's interpolation."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from places import (  # noqa: F401
+    assert_passes_in_the_interpreter,
+    gpu,
+    needs_card,
+    on_every_backend,
+    once,
+    poisoned_memory,
+)
 from torch.nn import functional
 
 from triaccel_bench.kernels import batch as batch_module
 from triaccel_bench.kernels.backend import INTERPRETED, triton
 from triaccel_bench.kernels.batch import BatchAssembler
 
-gpu = pytest.mark.gpu
-needs_card = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-if INTERPRETED:
-    PLACES = [pytest.param(("triton", "cpu"), id="triton-interpreted")]
-else:
-    PLACES = [
-        pytest.param(("torch", "cpu"), id="torch-cpu"),
-        pytest.param(("torch", "cuda"), id="torch-cuda", marks=[gpu, needs_card]),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[gpu, needs_card]),
-    ]
-on_every_backend = pytest.mark.parametrize("place", PLACES)
-once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
-
 M = 40
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 # The interpreter cuts FP32 off to BF16 where the compiled kernel rounds.
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Deterministic mode fills new uninitialised tensors with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 class Case:
@@ -244,13 +223,7 @@ def test_wrong_layouts_dtypes_and_sizes_are_refused():
 @once
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_the_triton_kernel_passes_this_file_in_the_interpreter():
-    inherited = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "triton-interpreted", __file__]
-    done = subprocess.run(
-        command, env=inherited, capture_output=True, text=True, timeout=300, cwd=Path(__file__).parent
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 @gpu

@@ -1,37 +1,24 @@
-"""Learning rate, loss scale and counters on the device: each backend against plain arithmetic and torch's own.
-
-On a machine without a card the Triton kernel runs in Triton's interpreter. It must be chosen
-before Triton is imported, so this file runs itself once more in a process that has chosen it.
-"""
+"""Learning rate, loss scale and counters on the device: each backend against plain arithmetic and torch's own."""
 
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import (  # noqa: F401
+    assert_passes_in_the_interpreter,
+    gpu,
+    needs_card,
+    on_every_backend,
+    once,
+    poisoned_memory,
+)
 
 from triaccel_bench.kernels import bookkeeping
 from triaccel_bench.kernels.backend import INTERPRETED, triton
 from triaccel_bench.kernels.bookkeeping import APPLIED, COUNTERS, StepScalars
 from triaccel_bench.schedule import Schedule
-
-gpu = pytest.mark.gpu
-needs_card = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-if INTERPRETED:
-    PLACES = [pytest.param(("triton", "cpu"), id="triton-interpreted")]
-else:
-    PLACES = [
-        pytest.param(("torch", "cpu"), id="torch-cpu"),
-        pytest.param(("torch", "cuda"), id="torch-cuda", marks=[gpu, needs_card]),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[gpu, needs_card]),
-    ]
-on_every_backend = pytest.mark.parametrize("place", PLACES)
-once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
 
 INF, NAN = math.inf, math.nan
 TENSORS = (
@@ -43,14 +30,6 @@ TENSORS = (
     "inverse_scale",
     "applied_inverse_scale",
 )
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Deterministic mode fills new uninitialised tensors with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def new_scalars(place, base_lr=0.1, warmup=64, total=640, scale=65536.0, growth=2.0, backoff=0.5, interval=2000):
@@ -303,20 +282,7 @@ def test_what_does_not_fit_is_refused():
 @once
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_the_triton_kernel_passes_this_file_in_the_interpreter():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "triton-interpreted",
-        str(Path(__file__)),
-    ]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 @gpu

@@ -1,36 +1,23 @@
-"""Depthwise convolution: each backend and its gradients against FP64 truth and torch's own error.
-
-On a machine without a card the Triton kernels run in Triton's interpreter. It must be chosen
-before Triton is imported, so this file runs itself once more in a process that has chosen it.
-"""
+"""Depthwise convolution: each backend and its gradients against FP64 truth and torch's own error."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from places import (  # noqa: F401
+    assert_passes_in_the_interpreter,
+    gpu,
+    needs_card,
+    on_every_backend,
+    once,
+    poisoned_memory,
+    variants,
+)
 from torch.nn.functional import conv2d
 
 from triaccel_bench.kernels import depthwise
-from triaccel_bench.kernels.backend import INTERPRETED, triton
+from triaccel_bench.kernels.backend import triton
 from triaccel_bench.kernels.depthwise import depthwise_conv2d
-
-gpu = pytest.mark.gpu
-needs_card = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-if INTERPRETED:
-    PLACES = [pytest.param(("triton", "cpu"), id="triton-interpreted")]
-else:
-    PLACES = [
-        pytest.param(("torch", "cpu"), id="torch-cpu"),
-        pytest.param(("torch", "cuda"), id="torch-cuda", marks=[gpu, needs_card]),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[gpu, needs_card]),
-    ]
-on_every_backend = pytest.mark.parametrize("place", PLACES)
-once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
 
 # N, C, H, W, kernel, stride, padding
 CASES = [
@@ -45,14 +32,6 @@ CASES = [
     (1, 3, 6, 6, 7, 3, 1),
     (2, 3, 1, 1, 3, 2, 4),
 ]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Deterministic mode fills new uninitialised tensors with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def operands(case, dtype=torch.float32, device="cpu", seed=0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,22 +232,7 @@ def test_only_taps_that_meet_the_image_are_computed(size, out, kernel, stride, p
 @once
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_triton_kernels_pass_this_file_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "triton-interpreted", str(Path(__file__))],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
-
-
-def variants(kernel) -> int:
-    """Compiled forms of a kernel; Triton 3.2 keeps them in another place than later ones."""
-    if hasattr(kernel, "device_caches"):
-        return sum(len(caches[0]) for caches in kernel.device_caches.values())
-    return sum(len(cache) for cache in kernel.cache.values())
+    assert_passes_in_the_interpreter(__file__)
 
 
 KERNELS = ("_forward_kernel", "_dx_kernel", "_dweight_kernel", "_dweight_sum_kernel")

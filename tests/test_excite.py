@@ -1,37 +1,22 @@
-"""Squeeze and excitation: each backend against FP64 truth, in every layout; who may overwrite which gradient.
-
-On a machine without a card the Triton kernels run in Triton's interpreter. It must be chosen
-before Triton is imported, so this file runs itself once more in a process that has chosen it.
-"""
+"""Squeeze and excitation: each backend against FP64 truth, in every layout; who may overwrite which gradient."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from places import (  # noqa: F401
+    assert_passes_in_the_interpreter,
+    gpu,
+    needs_card,
+    on_every_backend,
+    on_kernels,
+    once,
+    poisoned_memory,
+)
 
 from triaccel_bench.kernels import excite as excite_module
-from triaccel_bench.kernels.backend import INTERPRETED, triton
+from triaccel_bench.kernels.backend import triton
 from triaccel_bench.kernels.excite import excite, squeeze
-
-gpu = pytest.mark.gpu
-needs_card = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-KERNELS = [
-    pytest.param(("triton", "cpu"), id="triton-interpreted")
-    if INTERPRETED
-    else pytest.param(("triton", "cuda"), id="triton-cuda", marks=[gpu, needs_card])
-]
-REFERENCES = [
-    pytest.param(("torch", "cpu"), id="torch-cpu"),
-    pytest.param(("torch", "cuda"), id="torch-cuda", marks=[gpu, needs_card]),
-]
-on_every_backend = pytest.mark.parametrize("place", KERNELS if INTERPRETED else REFERENCES + KERNELS)
-on_kernels = pytest.mark.parametrize("place", KERNELS)
-once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
 
 # One pixel and many samples a program, a few pixels, several channel blocks, several pixel blocks.
 SHAPES = [(33, 7, 1, 1), (1, 1, 1, 1), (3, 65, 2, 2), (3, 33, 7, 7), (2, 17, 23, 23)]
@@ -39,14 +24,6 @@ LAYOUTS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 in_every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 in_every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "fp16", "bf16"])
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Deterministic mode fills new uninitialised tensors with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def images(shape, dtype=torch.float32, layout=torch.channels_last, device="cpu", seed=0) -> torch.Tensor:
@@ -299,11 +276,7 @@ def test_launches_are_neither_too_few_nor_too_many_and_do_not_change_with_the_ba
 @once
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_triton_kernels_pass_this_file_in_the_interpreter():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton-interpreted", str(Path(__file__))]
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 @gpu

@@ -1,8 +1,4 @@
-"""Gradient moments and the fused update: each backend against FP64 truth, torch's optimizer and each other.
-
-On a machine without a card the Triton kernels run in Triton's interpreter. It must be chosen
-before Triton is imported, so this file runs itself once more in a process that has chosen it.
-"""
+"""Gradient moments and the fused update: each backend against FP64 truth, torch's optimizer and each other."""
 
 from __future__ import annotations
 
@@ -10,41 +6,27 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from places import (  # noqa: F401
+    assert_passes_in_the_interpreter,
+    gpu,
+    needs_card,
+    on_every_backend,
+    once,
+    poisoned_memory,
+)
 
 from triaccel_bench.kernels import moments as moments_module
 from triaccel_bench.kernels import segments
-from triaccel_bench.kernels.backend import INTERPRETED, require_backend, triton
+from triaccel_bench.kernels.backend import require_backend, triton
 from triaccel_bench.kernels.moments import GradientMoments
 from triaccel_bench.kernels.update import FusedSGD
-
-gpu = pytest.mark.gpu
-needs_card = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-if INTERPRETED:
-    PLACES = [pytest.param(("triton", "cpu"), id="triton-interpreted")]
-else:
-    PLACES = [
-        pytest.param(("torch", "cpu"), id="torch-cpu"),
-        pytest.param(("torch", "cuda"), id="torch-cuda", marks=[gpu, needs_card]),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[gpu, needs_card]),
-    ]
-on_every_backend = pytest.mark.parametrize("place", PLACES)
-once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [(1,), (63,), (0,), (10, 100), (8, 4, 3, 3), (4097,), (3,), (0, 5), (7, 1)]
 LAYERS = 6
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """Deterministic mode fills new uninitialised tensors with NaN or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def gradients(seed: int, device: str = "cpu", shapes=SHAPES, mean: float = 0.5) -> list[torch.Tensor]:
@@ -636,9 +618,7 @@ def test_kernels_import_and_run_where_triton_finds_no_gpu():
 @once
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_triton_kernels_pass_this_file_in_the_interpreter():
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "-k", "triton-interpreted", str(Path(__file__))]
-    output = run_python(command, TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-    assert " passed" in output and "skipped" not in output
+    assert_passes_in_the_interpreter(__file__)
 
 
 def card_case(backend: str):

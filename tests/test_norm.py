@@ -1,36 +1,15 @@
-"""Batch normalisation with scale, residual and activation: each backend against FP64 truth and torch's own error.
-
-On a machine without a card the Triton kernels run in Triton's interpreter. It must be chosen
-before Triton is imported, so this file runs itself once more in a process that has chosen it.
-"""
+"""Batch normalisation with scale, residual and activation: each backend against FP64 truth and torch's own error."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from places import assert_passes_in_the_interpreter, gpu, needs_card, on_every_backend, once
 from torch.nn import functional
 
 from triaccel_bench.kernels import norm
-from triaccel_bench.kernels.backend import INTERPRETED, triton
+from triaccel_bench.kernels.backend import triton
 from triaccel_bench.kernels.norm import batch_norm_act, batch_norm_act_reference
-
-gpu = pytest.mark.gpu
-needs_card = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-if INTERPRETED:
-    PLACES = [pytest.param(("triton", "cpu"), id="triton-interpreted")]
-else:
-    PLACES = [
-        pytest.param(("torch", "cpu"), id="torch-cpu"),
-        pytest.param(("torch", "cuda"), id="torch-cuda", marks=[gpu, needs_card]),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[gpu, needs_card]),
-    ]
-on_every_backend = pytest.mark.parametrize("place", PLACES)
-once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
 
 HALF, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 MOMENTUM, EPS = 0.1, 1e-5
@@ -279,11 +258,7 @@ def test_chunks_cover_all_rows_and_none_is_empty(samples, channels, side, channe
 @once
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_triton_kernels_pass_this_file_in_the_interpreter():
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "triton-interpreted", str(Path(__file__))]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
+    assert_passes_in_the_interpreter(__file__)
 
 
 CARD_SHAPES = [(96, 64, 16, 16), (96, 144, 8, 8), (96, 256, 2, 2), (96, 512, 1, 1), (33, 24, 16, 16), (768, 64, 8, 8)]

@@ -1,36 +1,16 @@
-"""First convolution of an image model: each backend and its gradients against FP64 truth and torch's own error.
-
-On a machine without a card the Triton kernels run in Triton's interpreter. It must be chosen
-before Triton is imported, so this file runs itself once more in a process that has chosen it.
-"""
+"""First convolution of an image model: each backend and its gradients against FP64 truth and torch's own error."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from places import assert_passes_in_the_interpreter, gpu, needs_card, on_every_backend, once, variants
 from torch.nn.functional import conv2d
 
 from triaccel_bench.kernels import stem
 from triaccel_bench.kernels.backend import INTERPRETED, triton
 from triaccel_bench.kernels.stem import stem_conv2d
 
-gpu = pytest.mark.gpu
-needs_card = pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-if INTERPRETED:
-    PLACES = [pytest.param(("triton", "cpu"), id="triton-interpreted")]
-else:
-    PLACES = [
-        pytest.param(("torch", "cpu"), id="torch-cpu"),
-        pytest.param(("torch", "cuda"), id="torch-cuda", marks=[gpu, needs_card]),
-        pytest.param(("triton", "cuda"), id="triton-cuda", marks=[gpu, needs_card]),
-    ]
-on_every_backend = pytest.mark.parametrize("place", PLACES)
-once = pytest.mark.skipif(INTERPRETED, reason="not about the interpreter")
 # The interpreter keeps bf16 as integers, which its matrix product then multiplies as such.
 HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 
@@ -294,22 +274,7 @@ def test_few_pixels_are_summed_in_few_shares(tiles, groups, block_k, shares):
 @once
 @pytest.mark.skipif(triton is None, reason="needs Triton")
 def test_triton_kernels_pass_this_file_in_the_interpreter():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "triton-interpreted", str(Path(__file__))],
-        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout and "skipped" not in done.stdout
-
-
-def variants(kernel) -> int:
-    """Compiled forms of a kernel; Triton 3.2 keeps them in another place than later ones."""
-    if hasattr(kernel, "device_caches"):
-        return sum(len(caches[0]) for caches in kernel.device_caches.values())
-    return sum(len(cache) for cache in kernel.cache.values())
+    assert_passes_in_the_interpreter(__file__)
 
 
 @gpu
