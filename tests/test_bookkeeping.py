@@ -13,6 +13,7 @@ from places import (  # noqa: F401
     on_every_backend,
     once,
     poisoned_memory,
+    variants,
 )
 
 from triaccel_bench.kernels import bookkeeping
@@ -317,14 +318,9 @@ def test_replays_of_a_captured_step_keep_the_books_of_eager_steps(backend):
 @needs_card
 def test_batch_sizes_and_scaling_share_one_compiled_kernel():
     kernel = bookkeeping._advance_kernel
-    device = torch.cuda.current_device()
-
-    def compiled() -> int:
-        return len(kernel.device_caches[device][0] if hasattr(kernel, "device_caches") else kernel.cache[device])
-
     scalars = new_scalars(("triton", "cuda"))
     scalars.advance(*step_inputs(96, 0, "cuda"), scaled=True)
-    before = compiled()
+    before = variants(kernel)
     for size in (1, 2, 7, 16, 33, 128, 4096):
         new_scalars(("triton", "cuda"), interval=size).advance(*step_inputs(size, 0, "cuda"), scaled=size % 2 == 0)
-    assert compiled() == before
+    assert variants(kernel) == before
