@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from triaccel_bench.configuration import compose
-from triaccel_bench.data import ImageSet
+from triaccel_bench.data import DeviceData, ImageSet
 from triaccel_bench.graphs import Graph
 from triaccel_bench.hardware import inspect
 from triaccel_bench.identity import RESULTS_VERSION
@@ -208,10 +208,7 @@ def over(theirs: float | None, ours: float | None) -> float | None:
 
 def stepper(made: Trainer) -> Callable[[], None]:
     """The step of a trainer's engine over new indices of full batches, warmed up."""
-    made.data.begin_epoch(SEED, 1)
-    batch = made.settings.method.batch.initial
-    whole = made.data.train_count // batch * batch
-    batches = itertools.cycle(made.data.order[:whole].split(batch))
+    batches = full_batches(made.data, made.settings.method.batch.initial)
 
     def step() -> None:
         made.engine.step(next(batches))
@@ -219,6 +216,12 @@ def stepper(made: Trainer) -> Callable[[], None]:
     for _ in range(CAPTURED_AFTER + WARM_UP_STEPS):
         step()
     return step
+
+
+def full_batches(data: DeviceData, batch: int) -> Iterator[Tensor]:
+    """Indices of an epoch's full batches, over and over."""
+    data.begin_epoch(SEED, 1)
+    return itertools.cycle(data.order[: data.train_count // batch * batch].split(batch))
 
 
 def epoch_batches(made: Trainer, epoch: int) -> Iterator[Tensor]:

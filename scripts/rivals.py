@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 import torch._inductor.config
 from bench_parts import plain_model
-from bench_rig import SEED, WARM_UP_STEPS, Bench, Figures, median_of, over, stepper
+from bench_rig import SEED, WARM_UP_STEPS, Bench, Figures, full_batches, median_of, over, stepper
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional
@@ -171,9 +171,7 @@ def _on_resident_data(bench: Bench, loop: Loop) -> Callable[[], None]:
     settings = compose(["dataset=cifar10"]).dataset
     side = bench.images.x_train.shape[-1]
     data = DeviceData(bench.images, settings, side, bench.device, bench.hardware.kernels, channels_last=True)
-    data.begin_epoch(SEED, 1)
-    whole = data.train_count // BATCH * BATCH
-    batches = itertools.cycle(data.order[:whole].split(BATCH))
+    batches = full_batches(data, BATCH)
     images, labels = data.input_buffers(BATCH)
 
     def step() -> None:
