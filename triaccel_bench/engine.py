@@ -148,7 +148,8 @@ class Engine:
 
         Steps captured under another plan are given up: they would run its dtypes.
         """
-        self._forget_captures()
+        self._release_captures()
+        self._warm.clear()
         precision.apply(self.network, executed)
         self._input_dtype = precision.DTYPES[executed[0]]
         self._copies.follow()
@@ -224,17 +225,17 @@ class Engine:
             function(*inputs)
             return "eager", 0.0, key
         outcome, seconds = "replayed", 0.0
-        if key not in self._steps:
-            if key in self._warm:
-                # Steps that the device has yet to finish are no part of the price.
-                torch.cuda.synchronize()
+        if key not in self._warm:
             started = time.perf_counter()
-            if key not in self._warm:
-                self._warm.add(key)
-                if self._tight:
-                    self._give_memory_back()
-                function(*inputs)
-                return "warmed", time.perf_counter() - started, key
+            self._warm.add(key)
+            if self._tight:
+                self._give_memory_back()
+            function(*inputs)
+            return "warmed", time.perf_counter() - started, key
+        if key not in self._steps:
+            # Steps that the device has yet to finish are no part of the price.
+            torch.cuda.synchronize()
+            started = time.perf_counter()
             captured = self._capture(function, inputs)
             if captured is None:
                 function(*inputs)
@@ -258,9 +259,7 @@ class Engine:
         return max((captured.graph.peak_bytes for captured in self._steps.values()), default=0)
 
     def _give_memory_back(self) -> None:
-        for captured in self._steps.values():
-            captured.graph.release()
-        self._steps.clear()
+        self._release_captures()
         if self._pool is not None:
             self._pool.release()
             self._pool = None
@@ -283,14 +282,13 @@ class Engine:
             self.sgd.flush()
         return _Captured(graph, slots)
 
-    def _forget_captures(self) -> None:
+    def _release_captures(self) -> None:
         if self._steps:
             # A replay may still be under way.
             torch.cuda.synchronize()
         for captured in self._steps.values():
             captured.graph.release()
         self._steps.clear()
-        self._warm.clear()
 
     def start_reading(self) -> Callable[[], Reading]:
         """Begin the one host read-back of a control step: everything as of now, in a single copy.

@@ -329,14 +329,15 @@ class Trainer:
     def _headroom_bytes(self, peak_bytes: int | None) -> int | None:
         """By how much the peak could grow: what the card has left, and under ``memory.enforce`` what the cap leaves."""
         # Asked for where B may grow: the driver takes its time to answer, and the device has nothing to do meanwhile.
-        known = peak_bytes is not None and self.settings.method.batch.elastic
-        found = self.meter.headroom_bytes(peak_bytes) if known else None
-        if found is not None and not self.settings.memory.enforce:
-            # A new batch size warms up beside the graphs' memory.
-            found -= self.engine.pool_bytes
-        if found is not None and self.settings.memory.enforce:
-            found = min(found, self.budget_bytes - peak_bytes)
-        return found
+        if peak_bytes is None or not self.settings.method.batch.elastic:
+            return None
+        found = self.meter.headroom_bytes(peak_bytes)
+        if found is None:
+            return None
+        if self.settings.memory.enforce:
+            return min(found, self.budget_bytes - peak_bytes)
+        # A new batch size warms up beside the graphs' memory.
+        return found - self.engine.pool_bytes
 
     def _capture_share(self) -> float | None:
         """Share of training time that capturing again would have taken after one more change of plan."""
