@@ -318,8 +318,8 @@ def _forward(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     pixels = images * out_height * out_width
     if not out.numel():
         return out
-    rows = _live_taps(height, out_height, kernel, stride, padding)
-    cols = _live_taps(width, out_width, kernel, stride, padding)
+    rows = live_taps(height, out_height, kernel, stride, padding)
+    cols = live_taps(width, out_width, kernel, stride, padding)
     nominal = NOMINAL_BATCH * out_height * out_width
     block_m, block_c, warps = _tile(nominal, channels, _area(rows, cols), x.element_size())
     with torch.cuda.device_of(x):
@@ -368,8 +368,8 @@ def _dweight(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -
     images, channels, height, width = x.shape
     out_height, out_width = dy.shape[2:]
     kernel = weight.shape[-1]
-    rows = _live_taps(height, out_height, kernel, stride, padding)
-    cols = _live_taps(width, out_width, kernel, stride, padding)
+    rows = live_taps(height, out_height, kernel, stride, padding)
+    cols = live_taps(width, out_width, kernel, stride, padding)
     live = _area(rows, cols)
     dweight = torch.empty_like(weight)
     if not dy.numel() or not live:
@@ -443,9 +443,9 @@ def _out_size(size: int, kernel: int, stride: int, padding: int) -> int:
 
 
 @cache
-def _live_taps(size: int, out: int, kernel: int, stride: int, padding: int) -> tuple[int, int]:
+def live_taps(size: int, out: int, kernel: int, stride: int, padding: int, dilation: int = 1) -> tuple[int, int]:
     """First and one past the last tap of one dimension that meets the image for some output, not only its padding."""
-    live = [i for i in range(kernel) if any(0 <= o * stride + i - padding < size for o in range(out))]
+    live = [i for i in range(kernel) if any(0 <= o * stride + i * dilation - padding < size for o in range(out))]
     return (live[0], live[-1] + 1) if live else (0, 0)
 
 

@@ -40,17 +40,31 @@ def batch_norm_act_reference(
 ) -> Tensor:
     """What ``batch_norm_act`` computes, in torch operations with plain autograd; the running statistics are written."""
     y = functional.batch_norm(x, running_mean, running_var, weight, bias, True, momentum, eps)
+    return finished(y, activation, residual, sample_scale, out_dtype or x.dtype)
+
+
+def finished(
+    y: Tensor, activation: str, residual: Tensor | None, sample_scale: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """What follows a normalisation: ``activation(y * sample_scale + residual)`` in ``out_dtype``; ``y`` is used up."""
     if sample_scale is not None:
         y = y * sample_scale.view(-1, 1, 1, 1)
-    # In place, because none of these operations keeps its result for backward.
     if residual is not None:
-        wider = torch.promote_types(y.dtype, residual.dtype) != y.dtype
-        y = y + residual if wider else y.add_(residual)
+        y = join_sum(y, residual, out_dtype)
+    # In place, because no operation keeps what is overwritten for backward.
     if activation == "relu":
         y = functional.relu(y, inplace=True)
     elif activation == "silu":
         y = functional.silu(y)
-    return y.to(out_dtype or x.dtype)
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def join_sum(left: Tensor, right: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """left + right, summed in the wider of the two dtypes and handed on in ``dtype`` (None: the promoted one)."""
+    if left.dtype == right.dtype and dtype in (None, left.dtype):
+        return left.add_(right)
+    total = left + right
+    return total if dtype is None else total.to(dtype)
 
 
 if triton is not None:

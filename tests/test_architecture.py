@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    0: {"settings", "records", "paper", "graphs", "sources", "lanczos", "convolution"},
+    0: {"settings", "records", "paper", "graphs", "sources", "lanczos"},
     1: {
         "identity",
         "hardware",
@@ -17,6 +17,7 @@ LEVELS = {
         "models",
         "schedule",
         "curvature",
+        "convolution",
         "meters",
         "stats",
         "results",

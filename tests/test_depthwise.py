@@ -225,7 +225,7 @@ def test_arguments_that_do_not_fit_are_refused(arguments, message):
     ],
 )
 def test_only_taps_that_meet_the_image_are_computed(size, out, kernel, stride, padding, taps, steps):
-    assert depthwise._live_taps(size, out, kernel, stride, padding) == taps
+    assert depthwise.live_taps(size, out, kernel, stride, padding) == taps
     assert depthwise._live_steps(size, out, kernel, stride, padding) == steps
 
 

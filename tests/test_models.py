@@ -9,6 +9,7 @@ from torch import nn
 
 from triaccel_bench import models
 from triaccel_bench.configuration import compose
+from triaccel_bench.kernels.norm import join_sum
 from triaccel_bench.models import WeightsError
 
 
@@ -62,10 +63,10 @@ def test_forward_equals_torchvisions(name, build_original):
 
 def test_join_sum_hands_on_the_consumers_dtype():
     left, right = torch.randn(5, dtype=torch.bfloat16), torch.randn(5)
-    assert models.join_sum(left, right, torch.bfloat16).dtype == torch.bfloat16
-    assert models.join_sum(left, right, None).dtype == torch.float32
+    assert join_sum(left, right, torch.bfloat16).dtype == torch.bfloat16
+    assert join_sum(left, right, None).dtype == torch.float32
     expected = (left.float() + right).to(torch.float16)
-    assert torch.equal(models.join_sum(left, right, torch.float16), expected)
+    assert torch.equal(join_sum(left, right, torch.float16), expected)
 
 
 def test_weights_from_a_file_keep_all_but_an_unlike_classifier(tmp_path):

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from triaccel_bench.kernels import depthwise
+
 MATRIX_CHANNELS = 8
 """Channels (16 bytes) that the 16-bit matrix units take at a time; with fewer a library falls back to slow kernels."""
 
@@ -77,11 +79,9 @@ def live_taps(size: int, kernel: int, stride: int, padding: int, dilation: int) 
     """The taps of one dimension that meet a pixel of an image of ``size`` at any output position."""
     whole = Taps(0, kernel, padding)
     outputs = (size + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
-    starts = range(-padding, -padding + outputs * stride, stride)
-    live = [tap for tap in range(kernel) if any(0 <= start + tap * dilation < size for start in starts)]
-    if not live or len(live) == kernel:
+    first, last = depthwise.live_taps(size, outputs, kernel, stride, padding, dilation)
+    if last - first in (0, kernel):
         return whole
-    first, last = live[0], live[-1] + 1
     left = padding - first * dilation
     # Padding is the same on both sides; where the rest would not give the same outputs, nothing is left out.
     if left < 0 or (size + 2 * left - dilation * (last - first - 1) - 1) // stride + 1 != outputs:

@@ -19,13 +19,12 @@ from pathlib import Path
 import torch
 import torchvision
 from torch import Tensor, nn
-from torch.nn import functional
 from torchvision.models.efficientnet import MBConv
 from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.ops import Conv2dNormActivation, SqueezeExcitation, StochasticDepth
 
 from triaccel_bench.kernels.excite import excite, squeeze
-from triaccel_bench.kernels.norm import batch_norm_act
+from triaccel_bench.kernels.norm import batch_norm_act, finished
 from triaccel_bench.settings import ModelSettings
 
 LAYER_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
@@ -110,7 +109,7 @@ class Norm(nn.BatchNorm2d):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if not self.training or self.momentum is None:
             # Without a momentum the running statistics are averages over all batches so far.
-            y = _finished(super().forward(x), activation, residual, sample_scale, out_dtype)
+            y = finished(super().forward(x), activation, residual, sample_scale, out_dtype)
             return y if branches == 1 else (y, y)
         if not self.counted:
             self.num_batches_tracked.add_(1)
@@ -135,35 +134,21 @@ class Norm(nn.BatchNorm2d):
 
 
 _ACTIVATION_NAMES = {nn.ReLU: "relu", nn.SiLU: "silu"}
-_ACTIVATIONS = {
-    "none": lambda y: y,
-    "relu": functional.relu_,
-    "silu": lambda y: functional.silu(y, inplace=True),
-}
 
 
-def join_sum(left: Tensor, right: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """left + right, summed in the wider of the two dtypes and handed on in ``dtype`` (None: the promoted one)."""
-    if left.dtype == right.dtype and dtype in (None, left.dtype):
-        return left.add_(right)
-    total = left + right
-    return total if dtype is None else total.to(dtype)
-
-
-def _finished(
-    y: Tensor, activation: str, residual: Tensor | None, sample_scale: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor:
-    y = y if sample_scale is None else y * sample_scale.view(-1, 1, 1, 1).to(y.dtype)
-    y = y if residual is None else join_sum(y, residual, out_dtype)
-    return _ACTIVATIONS[activation](y)
-
-
-def _normalised(norm: nn.Module, x: Tensor, activation: str, residual: Tensor | None = None, *more, **options):
+def _normalised(
+    norm: nn.Module,
+    x: Tensor,
+    activation: str,
+    residual: Tensor | None = None,
+    sample_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    branches: int = 1,
+) -> Tensor | tuple[Tensor, Tensor]:
     """``norm`` and what follows it in one call, or one after the other if it has been made something else since."""
     if isinstance(norm, Norm):
-        return norm(x, activation, residual, *more, **options)
-    sample_scale, out_dtype = (*more, None, None)[:2]
-    return _finished(norm(x), activation, residual, sample_scale, options.get("out_dtype", out_dtype))
+        return norm(x, activation, residual, sample_scale, out_dtype, branches)
+    return finished(norm(x), activation, residual, sample_scale, out_dtype)
 
 
 def _count_batches(module: nn.Module, inputs: tuple) -> None:
