@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,7 +138,8 @@ class Engine:
         self.capture_seconds = self.recapture_seconds = 0.0
         self.replayed_bytes = 0
         self._cached, self._tight = cached, tight
-        self._sizes: set[tuple] = set()
+        self._captured_before: set[tuple] = set()
+        self._tries_cold = True
         self._pool: Pool | None = None
         self._steps: OrderedDict[tuple, _Captured] = OrderedDict()
         self._warm: set[tuple] = set()
@@ -181,9 +183,9 @@ class Engine:
         if outcome != "replayed":
             self.captures += outcome == "captured"
             self.capture_seconds += seconds
-            self.recapture_seconds += seconds if key in self._sizes else 0.0
+            self.recapture_seconds += seconds if key in self._captured_before else 0.0
             if outcome == "captured":
-                self._sizes.add(key)
+                self._captured_before.add(key)
         return outcome
 
     def _whole_step(self, *inputs: Tensor) -> None:
@@ -225,21 +227,20 @@ class Engine:
             function(*inputs)
             return "eager", 0.0, key
         outcome, seconds = "replayed", 0.0
-        if key not in self._warm:
-            started = time.perf_counter()
-            self._warm.add(key)
-            if self._tight:
-                self._give_memory_back()
-            function(*inputs)
-            return "warmed", time.perf_counter() - started, key
         if key not in self._steps:
+            started = time.perf_counter()
+            if key not in self._warm and not self._captures_cold(key):
+                self._warm.add(key)
+                if self._tight:
+                    self._give_memory_back()
+                function(*inputs)
+                return "warmed", time.perf_counter() - started, key
             # Steps that the device has yet to finish are no part of the price.
             torch.cuda.synchronize()
             started = time.perf_counter()
-            captured = self._capture(function, inputs)
+            captured = self._capture(function, inputs, key in self._warm)
             if captured is None:
-                function(*inputs)
-                return "eager", 0.0, key
+                return self._run(kind, function, *inputs)
             self._steps[key] = captured
             steps = [held for held in self._steps if held[0] == "step"]
             for oldest in steps[: max(0, len(steps) - self._cached)]:
@@ -253,6 +254,20 @@ class Engine:
         self.replayed_bytes = max(self.replayed_bytes, captured.graph.peak_bytes)
         return outcome, seconds, key
 
+    def _captures_cold(self, key: tuple) -> bool:
+        """Whether shapes that another plan captured before are tried without an eager step first, which costs as much.
+
+        Not where cuDNN times its algorithms, which it cannot do under capture, and not under a cap on reserved
+        memory, where the graphs' memory is given back between two plans.
+        """
+        tries = self._tries_cold and not self._tight and not torch.backends.cudnn.benchmark
+        return tries and key in self._captured_before
+
+    @property
+    def idle_pool(self) -> Any:
+        """The pool of the captured steps, whose memory nobody needs between two of them; ``None`` if it may go."""
+        return None if self._pool is None or self._tight else self._pool.handle
+
     @property
     def pool_bytes(self) -> int:
         """What captured steps keep from everybody else, to need it at their replay."""
@@ -265,15 +280,20 @@ class Engine:
             self._pool = None
             torch.cuda.empty_cache()
 
-    def _capture(self, function: Callable[..., None], inputs: tuple[Tensor, ...]) -> _Captured | None:
+    def _capture(self, function: Callable[..., None], inputs: tuple[Tensor, ...], warmed: bool) -> _Captured | None:
+        """The function captured; if it cannot be, this is final where it has been ``warmed`` under this plan."""
         slots = tuple(torch.empty_like(value) for value in inputs)
         try:
             with torch.cuda.device(self._one.device):
                 self._pool = self._pool or Pool()
                 graph = Graph(lambda: function(*slots), pool=self._pool.handle, warmup=0)
         except CaptureError as error:
-            self.eager_reason = f"a step cannot be captured: {error}"
-            self._give_memory_back()
+            if warmed:
+                self.eager_reason = f"a step cannot be captured: {error}"
+                self._give_memory_back()
+            else:
+                # Something still had to be loaded; an eager step does that.
+                self._tries_cold = False
             return None
         finally:
             # Gradients of a capture lie in the graph's memory: nobody else may find them.

@@ -236,8 +236,12 @@ class _FusedConvNormActivation(Conv2dNormActivation):
 
 
 class _FusedResNet(ResNet):
+    forked = False
+    """Whether the stem's result goes in two to the first block, which reads it twice."""
+
     def _forward_impl(self, x: Tensor) -> Tensor:
-        x = self.maxpool(_normalised(self.bn1, self.conv1(x), "relu"))
+        x = _normalised(self.bn1, self.conv1(x), "relu", branches=2 if self.forked else 1)
+        x = x if isinstance(x, tuple) else self.maxpool(x)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
@@ -274,6 +278,8 @@ def use_kernels(network: Network, backend: str) -> None:
         if all(isinstance(block, _JoinedBasicBlock) for block in blocks):
             for block in blocks[:-1]:
                 block.forked = backend == "triton"
+            if isinstance(module, _FusedResNet):
+                module.forked = backend == "triton" and type(module.maxpool) is nn.Identity
 
 
 _JOIN_TYPES = {
