@@ -180,7 +180,7 @@ def test_a_changed_plan_is_captured_without_an_eager_step_where_that_works(name,
         made.set_plan([plans[1][index % 3] for index in range(layers)])
         real = engine_module.Graph
 
-        def only_later(*args, **options):
+        def only_later(*args, real=real, **options):
             monkeypatch.setattr(engine_module, "Graph", real)
             raise CaptureError("not yet")
 

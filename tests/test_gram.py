@@ -191,8 +191,8 @@ def test_choices_for_resnet18_of_small_images():
     assert by_way(plans, "positions") == {
         "layer4.0.conv1", "layer4.0.conv2", "layer4.1.conv1", "layer4.1.conv2", "fc",
     }  # fmt: skip
-    assert plans["layer1.0.conv1"].chunk == 22 and plans["layer3.0.conv2"].chunk == 64
-    assert max(chosen.bytes for chosen in plans.values()) < module.LIMIT_BYTES + 4 * 32 * 64 * 32 * 32
+    assert plans["layer1.0.conv1"].chunk == 11 and plans["layer3.0.conv2"].chunk == 37
+    assert max(chosen.bytes for chosen in plans.values()) <= module.LIMIT_BYTES + 4 * 32 * 64 * 32 * 32
 
 
 def test_choices_for_efficientnet_b0():

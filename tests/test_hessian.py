@@ -2,78 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import warnings
 import weakref
 
 import pytest
 import torch
+from curved import assert_same, batch, dense_eigenvalues, layers_of, loss, network, settings, snapshot, used_network
 from torch import nn
 
-from triaccel_bench import curvature
-from triaccel_bench.curvature import HessianEstimator, Spectrum, mean_cross_entropy
+from triaccel_bench import graphs, hessian
 from triaccel_bench.graphs import CaptureError
-from triaccel_bench.settings import CurvatureSettings
+from triaccel_bench.hessian import HessianEstimator, mean_cross_entropy
+from triaccel_bench.lanczos import Spectrum
 
 gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-
-
-def settings(**changes) -> CurvatureSettings:
-    values = dict(rates=True, promotion=True, estimator="hessian", product="auto", k=5, every=200, batch=32)
-    values |= dict(iterations=8, tolerance=0.01, max_overhead=0.1, alpha=0.05, tau_curv="auto")
-    return CurvatureSettings(**(values | changes))
-
-
-def loss(module, images, labels):
-    """Mean cross-entropy in the module's own dtype, so that float64 stays float64."""
-    return nn.functional.cross_entropy(module(images), labels)
-
-
-def network(kind="plain", activation=nn.ReLU, dtype=torch.float32, seed=0) -> nn.Sequential:
-    torch.manual_seed(seed)
-    middle = {
-        "plain": nn.Conv2d(4, 4, 3, bias=False),
-        "strided": nn.Conv2d(4, 4, 3, stride=2, padding=1),
-        "dilated": nn.Conv2d(4, 4, 2, dilation=2),
-        "grouped": nn.Conv2d(4, 4, 3, groups=2),
-        "depthwise": nn.Conv2d(4, 8, 3, groups=4, bias=False),
-    }[kind]
-    module = nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), activation(),
-        middle, nn.BatchNorm2d(middle.out_channels), activation(), nn.Dropout(0.5),
-        nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(4 * middle.out_channels, 3),
-    ).to(dtype)  # fmt: skip
-    with torch.no_grad():
-        for _ in range(5):
-            module(torch.randn(32, 2, 6, 6, dtype=dtype))
-    return module
-
-
-def layers_of(module) -> dict[str, nn.Module]:
-    return {name: part for name, part in module.named_modules() if isinstance(part, (nn.Conv2d, nn.Linear))}
-
-
-def batch(dtype=torch.float32, device="cpu", count=12):
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(count, 2, 6, 6, generator=generator)
-    return images.to(device, dtype), torch.randint(0, 3, (count,), generator=generator).to(device)
-
-
-def dense_eigenvalues(module, name, images, labels, k=5) -> list[float]:
-    """Truth: the dense block in float64, of a copy in evaluation mode."""
-    model = copy.deepcopy(module).double().eval()
-
-    def of_weight(weight):
-        replaced = {f"{name}.weight": weight}
-        return loss(lambda x: torch.func.functional_call(model, replaced, (x,)), images.double(), labels)
-
-    weight = model.get_parameter(f"{name}.weight").detach()
-    hessian = torch.func.hessian(of_weight)(weight).reshape(weight.numel(), weight.numel())
-    return torch.linalg.eigvalsh(hessian).flip(0)[:k].tolist()
 
 
 class Quadratic(nn.Module):
@@ -202,38 +148,6 @@ def test_a_layer_elsewhere_or_in_16_bits_is_named():
         HessianEstimator(module, {"pool": nn.Flatten()}, settings(), 0)
     with pytest.raises(ValueError, match="got a torch.bfloat16 tensor"):
         HessianEstimator(module.bfloat16(), layers_of(module), settings(), 0)
-
-
-def snapshot(module, device="cpu"):
-    return {
-        "state": {key: value.clone() for key, value in module.state_dict().items()},
-        "parameters": {key: (id(value), value.requires_grad) for key, value in module.named_parameters()},
-        "grads": {key: None if value.grad is None else value.grad.clone() for key, value in module.named_parameters()},
-        "training": {key: part.training for key, part in module.named_modules()},
-        "rng": [torch.get_rng_state()] + ([torch.cuda.get_rng_state()] if device == "cuda" else []),
-        "grad mode": torch.is_grad_enabled(),
-        "contents": {key: sorted(part.__dict__) for key, part in module.named_modules()},
-    }
-
-
-def assert_same(before, after):
-    for key in before["state"]:
-        assert torch.equal(before["state"][key], after["state"][key]), key
-    for key, grad in before["grads"].items():
-        assert (grad is None) == (after["grads"][key] is None), key
-        assert grad is None or torch.equal(grad, after["grads"][key]), key
-    assert all(torch.equal(a, b) for a, b in zip(before["rng"], after["rng"], strict=True))
-    for key in ("parameters", "training", "grad mode", "contents"):
-        assert before[key] == after[key], key
-
-
-def used_network(device="cpu"):
-    """Mixed flags, a frozen layer, a gradient here and none there."""
-    module = network("grouped").to(device)
-    module[1].eval()
-    module[3].weight.requires_grad_(False)
-    module[0].weight.grad = torch.full_like(module[0].weight, 0.25)
-    return module
 
 
 def noisy_loss(module, images, labels):
@@ -439,7 +353,8 @@ class ImmediateGraph:
     made: list[ImmediateGraph] = []
     peak_bytes = 1000
 
-    def __init__(self, function):
+    def __init__(self, function, pool):
+        assert pool is not None
         self.function, self.replays, self.released = function, 0, False
         self.outputs = function()
         ImmediateGraph.made.append(self)
@@ -447,18 +362,28 @@ class ImmediateGraph:
     def replay(self):
         assert not self.released
         self.replays += 1
-        for name, value in self.function().items():
-            self.outputs[name].copy_(value)
+        for output, value in zip(self.outputs, self.function(), strict=True):
+            output.copy_(value)
         return self.outputs
 
     def release(self):
         self.released, self.outputs, self.function = True, None, None
 
 
+class NoPool:
+    handle = "pool"
+
+    def release(self):
+        pass
+
+
 @pytest.fixture
 def capturing(monkeypatch):
-    monkeypatch.setattr(curvature, "_can_capture", lambda device: True)
-    monkeypatch.setattr(curvature, "Graph", ImmediateGraph)
+    monkeypatch.setattr(hessian, "_can_capture", lambda device: True)
+    monkeypatch.setattr(hessian, "Pool", NoPool)
+    monkeypatch.setattr(graphs, "Graph", ImmediateGraph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(ImmediateGraph, "made", [])
     return ImmediateGraph.made
 
@@ -470,11 +395,21 @@ def test_one_graph_serves_all_layers_of_a_probe_and_is_released(capturing):
     (graph,) = capturing
     assert graph.released and graph.replays == 2 * captured.products
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(curvature, "_can_capture", lambda device: False)
+        patch.setattr(hessian, "_can_capture", lambda device: False)
         eager = HessianEstimator(module, layers_of(module), settings(), 0).probe(images, labels, None)
     assert [spectrum.eigenvalues for spectrum in captured.spectra] == [
         pytest.approx(spectrum.eigenvalues, rel=1e-2, abs=1e-3) for spectrum in eager.spectra
     ]
+
+
+def test_in_a_lent_pool_one_graph_serves_probe_after_probe(capturing):
+    module = network("depthwise", nn.SiLU)
+    estimator = HessianEstimator(module, layers_of(module), settings(), 0)
+    probes = [estimator.probe(*batch(count=count), None, "lent") for count in (12, 12, 10)]
+    first, second = capturing  # one for each count of images
+    assert first.released and not second.released
+    assert first.replays == 2 * (probes[0].products + probes[1].products)
+    assert all(probe.replayed_bytes == 1000 for probe in probes)
 
 
 def test_graph_is_released_and_weight_restored_after_a_fault(capturing, monkeypatch):
@@ -491,11 +426,11 @@ def test_graph_is_released_and_weight_restored_after_a_fault(capturing, monkeypa
 def test_failed_capture_falls_back_for_good_and_says_why(capturing, monkeypatch):
     attempts = []
 
-    def refuse(function):
+    def refuse(function, pool):
         attempts.append(function)
         raise CaptureError("AcceleratorError: operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(curvature, "Graph", refuse)
+    monkeypatch.setattr(graphs, "Graph", refuse)
     module = network("depthwise")
     estimator = HessianEstimator(module, layers_of(module), settings(), 0)
     assert estimator.eager_reason is None
@@ -520,7 +455,7 @@ class TestOnACard:
         for place in ("cpu", "eager", "captured"):
             device = "cpu" if place == "cpu" else "cuda"
             module = network("depthwise", nn.SiLU).to(device)
-            monkeypatch.setattr(curvature, "_can_capture", lambda device, place=place: place == "captured")
+            monkeypatch.setattr(hessian, "_can_capture", lambda device, place=place: place == "captured")
             chosen = settings(product=product, iterations=80, tolerance=EVERY_PRODUCT)
             estimator = HessianEstimator(module, layers_of(module), chosen, 0)
             spectra[place] = [s.eigenvalues for s in estimator.probe(*batch(device=device), None).spectra]

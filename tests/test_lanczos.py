@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triaccel_bench.lanczos import Spectrum, lanczos, most_products, unit
+from triaccel_bench.lanczos import Spectrum, lanczos, most_products, projections, unit
 
 
 def run(matrix, k=5, iterations=8, tolerance=1e-9, start=None, seed=0):
@@ -105,3 +105,34 @@ def test_non_finite_product_ends_at_once_without_values(bad):
     matrix = symmetric([5.0, 2.0, 1.0])
     matrix[0, 0] = bad
     assert run(matrix)[0] == Spectrum((), 1, False)
+
+
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5.0, 5.0, 3.0, 1.0, 1.0] + [0.0] * 95,
+        [0.0] * 40,
+        [1.0] * 40,
+        [3.0, -10.0, 1.0] + [0.0] * 60,
+        [2.0**-i for i in range(100)],
+        [10.0 / (1 + i) for i in range(320)],
+        [4.0, 2.0],
+    ],
+    ids=["repeated", "zero", "identity", "indefinite", "geometric", "long", "small"],
+)
+def test_projections_of_many_matrices_keep_their_largest_eigenvalues(values, scale, dtype, tolerance):
+    size = len(values)
+    basis = torch.linalg.qr(torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+    matrix = scale * (basis * torch.tensor(values, dtype=torch.float64)) @ basis.T
+    found = projections(torch.stack([matrix, -matrix, 3 * matrix]).to(dtype), 32)
+    assert found.shape == (3, min(size, 32), min(size, 32)) and found.dtype == dtype
+    for factor, projection in zip((1, -1, 3), found, strict=True):
+        expected = torch.tensor(sorted((factor * scale * value for value in values), reverse=True)[:5])
+        top = torch.linalg.eigvalsh(projection.double()).flip(0)[:5].float()
+        bound = tolerance * 3 * scale * max(map(abs, values))
+        if factor > 0:
+            assert (top - expected).abs().max() <= bound
+        else:
+            assert (top <= expected + bound).all()

@@ -1,5 +1,6 @@
 """The scripts do what the README says of them."""
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import settings, trainer
 
-from triaccel_bench.curvature import HessianEstimator
+from triaccel_bench.methods import Method
 from triaccel_bench.records import write_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,10 +27,7 @@ def test_own_loop_moves_rates():
 
 
 def record(folder: Path, monkeypatch, *overrides: str):
-    probe = HessianEstimator.probe
-    monkeypatch.setattr(
-        HessianEstimator, "probe", lambda self, images, labels, budget: probe(self, images, labels, None)
-    )
+    monkeypatch.setattr(Method, "_allowance", lambda self, training_seconds: math.inf)
     made, run = trainer(settings("method.precision.cpu_executes=requested", *overrides))
     trace = made.train()
     run.status, run.reason = "done", None

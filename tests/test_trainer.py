@@ -9,9 +9,9 @@ from tiny import images, settings, trainer
 
 from triaccel_bench import control, data, models, precision
 from triaccel_bench.configuration import compose
-from triaccel_bench.curvature import HessianEstimator
 from triaccel_bench.data import ElasticSampler
 from triaccel_bench.engine import Engine
+from triaccel_bench.methods import Method
 from triaccel_bench.schedule import Schedule
 from triaccel_bench.trainer import Diverged
 
@@ -19,10 +19,7 @@ from triaccel_bench.trainer import Diverged
 @pytest.fixture
 def every_layer_each_probe(monkeypatch):
     """Probe without a price limit: how many layers fit in a share of time depends on the machine."""
-    probe = HessianEstimator.probe
-    monkeypatch.setattr(
-        HessianEstimator, "probe", lambda self, images, labels, budget: probe(self, images, labels, None)
-    )
+    monkeypatch.setattr(Method, "_allowance", lambda self, training_seconds: math.inf)
 
 
 def weights(made) -> list[torch.Tensor]:

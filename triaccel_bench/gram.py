@@ -17,7 +17,7 @@ larger goes in chunks, of groups or (``direct``, one group) of input channels, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,13 +26,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triaccel_bench.kernels.depthwise import live_taps
+from triaccel_bench.lanczos import Spectrum
 
-__all__ = ["Plan", "gram", "plan"]
+__all__ = ["Plan", "gradients", "gram", "leading", "plan", "products"]
 
 Way = Literal["positions", "direct"]
 
-LIMIT_BYTES = 32 * 2**20
+LIMIT_BYTES = 16 * 2**20
 """Temporary memory of one layer, beside a copy of ``dy``; small beside the activations of a training step."""
+
+ON_DEVICE = 32
+"""Rows up to which CUDA solves all matrices in one launch; more would take it longer than the host."""
 
 SHORTEST_PART, PARTIAL_ELEMENTS = 256, 2**18
 """Long rows are multiplied in parts, at least so long and of so many results in all: an N x N result is one tile."""
@@ -99,11 +103,51 @@ def gram(layer: nn.Module, x: Tensor, dy: Tensor, way: Way | None = None) -> Ten
     return total
 
 
+@torch.no_grad()
+def gradients(layer: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
+    """The ``g_i`` of ``gram`` themselves: (N, n), elements of the weight in an order of their own, the same for all."""
+    case = _case(layer, tuple(x.shape), tuple(dy.shape))
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if not case.taps:
+        return torch.zeros(case.samples, 0, dtype=dtype, device=x.device)
+    if isinstance(layer, nn.Linear):
+        x, dy = _as_images(x), _as_images(dy)
+    with torch.autocast(x.device.type, enabled=False):
+        return (_depthwise_gradients if case.depthwise else _gradients)(x, dy, case, dtype)
+
+
+def products(rows: Tensor) -> Tensor:
+    """Inner products (N, N) of rows (N, n)."""
+    count, length = rows.shape
+    most = max(1, min(length // SHORTEST_PART, PARTIAL_ELEMENTS // count**2))
+    parts = next(number for number in range(most, 0, -1) if length % number == 0)
+    rows = rows.view(count, parts, -1).transpose(0, 1)
+    return torch.bmm(rows, rows.mT).sum(0)
+
+
 def plan(
     layer: nn.Module, x_shape: tuple[int, ...], dy_shape: tuple[int, ...], itemsize: int = 4, way: Way | None = None
 ) -> Plan:
     """How ``gram`` computes tensors of these shapes, in elements of ``itemsize`` bytes; raises what it raises."""
     return _plan(_case(layer, tuple(x_shape), tuple(dy_shape)), itemsize, way)
+
+
+def leading(matrices: Tensor, sizes: Sequence[int], k: int) -> tuple[Spectrum, ...]:
+    """The ``min(k, n)`` largest eigenvalues of positive semidefinite blocks, from matrices with the same ones beside 0.
+
+    Args:
+        matrices: (L, M, M); a block for one that is not finite is empty.
+        sizes: n of each block.
+    """
+    finite = matrices.isfinite().all(2).all(1)
+    if matrices.shape[1] > ON_DEVICE:
+        matrices, finite = matrices.cpu(), finite.cpu()
+    values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0)).flip(1)[:, :k]
+    spectra = []
+    for size, found, good in zip(sizes, values.tolist(), finite.tolist(), strict=True):
+        top = [max(0.0, value) for value in (*found, *[0.0] * k)][: min(k, size)]
+        spectra.append(Spectrum(tuple(top), 1, True) if good else Spectrum((), 1, False))
+    return tuple(spectra)
 
 
 @dataclass(frozen=True)
@@ -296,13 +340,9 @@ def _by_positions(x: Tensor, dy: Tensor, case: _Case, dtype: torch.dtype) -> Ten
 
 
 def _by_gradients(x: Tensor, dy: Tensor, case: _Case, dtype: torch.dtype, samples: int) -> Tensor:
-    gradients = _depthwise_gradients if case.depthwise else _gradients
-    few = [gradients(*pair, case, dtype) for pair in zip(x.split(samples), dy.split(samples))]
-    rows = few[0] if len(few) == 1 else torch.cat(few)
-    most = max(1, min(rows.shape[1] // SHORTEST_PART, PARTIAL_ELEMENTS // case.samples**2))
-    parts = next(count for count in range(most, 0, -1) if rows.shape[1] % count == 0)
-    rows = rows.view(case.samples, parts, -1).transpose(0, 1)
-    return torch.bmm(rows, rows.mT).sum(0)
+    one_each = _depthwise_gradients if case.depthwise else _gradients
+    few = [one_each(*pair, case, dtype) for pair in zip(x.split(samples), dy.split(samples))]
+    return products(few[0] if len(few) == 1 else torch.cat(few))
 
 
 def _gradients(x: Tensor, dy: Tensor, case: _Case, dtype: torch.dtype) -> Tensor:

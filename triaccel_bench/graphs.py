@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -136,6 +137,67 @@ class Pool:
     def release(self) -> None:
         """Give up the pool, once all of its graphs are released."""
         self._anchor.release()
+
+
+class Replayed:
+    """``function(*tensors)``, captured at its first call that is lent a pool and replayed from then on.
+
+    Without a pool, or where it cannot be captured, it is called. What it returns after a replay is
+    overwritten by the next one, and by whatever else replays in that pool. Nothing but the graph
+    and a copy of its inputs outlives a call.
+
+    Args:
+        around: a context to call or capture it in; a replay needs none.
+
+    Attributes:
+        eager_reason: why it could not be captured; ``None`` while it can.
+        peak_bytes: ``Graph.peak_bytes`` of the last call, 0 if it was no replay.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], around: Callable[[], AbstractContextManager] = nullcontext
+    ) -> None:
+        self._around = around
+        self.eager_reason: str | None = None
+        self.peak_bytes = 0
+        self._function = function
+        self._graph: Graph | None = None
+        self._key: tuple | None = None
+        self._slots: tuple[torch.Tensor, ...] = ()
+
+    def __call__(self, *inputs: torch.Tensor, pool: Any = None) -> Any:
+        if pool is not None and self.eager_reason is None:
+            key = pool, *((value.shape, value.dtype, value.device) for value in inputs)
+            if key != self._key:
+                self.release()
+                self._capture(key, inputs)
+        else:
+            self.release()
+        if self._graph is None:
+            self.peak_bytes = 0
+            with self._around():
+                return self._function(*inputs)
+        for slot, value in zip(self._slots, inputs, strict=True):
+            slot.copy_(value)
+        self.peak_bytes = self._graph.peak_bytes
+        return self._graph.replay()
+
+    def _capture(self, key: tuple, inputs: tuple[torch.Tensor, ...]) -> None:
+        slots = tuple(value.clone() for value in inputs)
+        try:
+            with self._around():
+                self._graph = Graph(lambda: self._function(*slots), pool=key[0])
+            self._key, self._slots = key, slots
+        except CaptureError as error:
+            self.eager_reason = str(error)
+
+    def release(self) -> None:
+        """Give up the graph and its inputs."""
+        if self._graph is not None:
+            # A replay may still be under way.
+            torch.cuda.synchronize(self._slots[0].device)
+            self._graph.release()
+        self._graph, self._key, self._slots = None, None, ()
 
 
 def clear_workspaces(device: torch.device) -> None:

@@ -13,17 +13,17 @@ import contextlib
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from triaccel_bench.graphs import CaptureError, Graph, clear_workspaces
+from triaccel_bench.graphs import Pool, Replayed, clear_workspaces
 from triaccel_bench.lanczos import Product, Spectrum, lanczos, most_products, unit
+from triaccel_bench.probe import Borrow, Probe, leaving_no_trace, weight_names
 from triaccel_bench.settings import CurvatureSettings
-
-__all__ = ["HessianEstimator", "LayerCurvature", "Loss", "Probe", "Spectrum", "mean_cross_entropy"]
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
@@ -41,26 +41,6 @@ A much larger step truncates, a much smaller one cancels; tests hold these again
 """
 
 
-@dataclass(frozen=True)
-class Probe:
-    """The layers one probe refreshed, in the order of their turns, and what that cost."""
-
-    layers: tuple[str, ...]
-    spectra: tuple[Spectrum, ...]
-    seconds: float
-    products: int
-    replayed_bytes: int = 0
-    """What a replayed graph of gradients needed beside everything else."""
-
-
-@dataclass(frozen=True)
-class LayerCurvature:
-    """The newest spectrum of a layer and the training step it was read at."""
-
-    spectrum: Spectrum
-    step: int
-
-
 def mean_cross_entropy(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy of ``images`` (N, C, H, W) and ``labels`` (N,), in FP32."""
     return nn.functional.cross_entropy(module(images).float(), labels)
@@ -68,8 +48,6 @@ def mean_cross_entropy(module: nn.Module, images: Tensor, labels: Tensor) -> Ten
 
 class HessianEstimator:
     """Top-k spectra of the Hessian blocks of named layers, a few layers at a time.
-
-    Every layer must compute in the dtype of its weights during a probe, with TF32 off.
 
     Args:
         module: the model; neither copied nor changed.
@@ -81,6 +59,7 @@ class HessianEstimator:
             the two points add a jump that the Hessian does not have, often many times its size.
         seed: of the start vectors; no global generator is touched.
         loss: mean loss of ``(module, images, labels)``.
+        borrow: a context in which every layer computes in the dtype of its weight, without TF32.
         now: clock in seconds.
 
     Attributes:
@@ -98,15 +77,16 @@ class HessianEstimator:
         settings: CurvatureSettings,
         seed: int,
         loss: Loss = mean_cross_entropy,
+        borrow: Borrow = contextlib.nullcontext,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._borrow = borrow
         self.product = settings.product
         if settings.product == "auto":
             grouped = any(isinstance(part, _ConvNd) and part.groups > 1 for part in module.modules())
             self.product = "difference" if grouped else "exact"
-        self.eager_reason: str | None = None
         self._objective = _Objective(module, loss)
-        self._names = _parameter_names(self._objective, layers)
+        self._names = weight_names(self._objective, layers)
         self._settings = settings
         self._seed = seed
         self._now = now
@@ -115,9 +95,14 @@ class HessianEstimator:
         self._vectors: dict[str, Tensor] = {}
         self._last_turns: dict[str, tuple[float, int]] = {}
         self._seconds_per_product = 0.0
+        self._all_gradients = Replayed(partial(_gradients_of_all, self._objective, tuple(self._names.values())))
 
-    def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None) -> Probe:
-        """Refresh the layers whose turn it is, least recently refreshed first.
+    @property
+    def eager_reason(self) -> str | None:
+        return self._all_gradients.eager_reason
+
+    def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
+        """Refresh the layers whose turn it is, least recently refreshed first; as ``Estimator.probe``.
 
         The first layer is always refreshed; each further one only while its predicted cost stays
         within ``budget_seconds`` (``None``: no limit). Predicted is what the layer's last turn took, at
@@ -125,29 +110,26 @@ class HessianEstimator:
         one in the turn before. Within a budget a layer's first look takes ``k`` products.
         Waits for the device at the start, so that earlier work is not charged to the probe, and
         once per product. Needs device memory for the gradients of one batch and for one layer's
-        Lanczos vectors; all of it is free again on return. What is kept is one 16-bit host
-        vector per layer.
-
-        Weights, buffers, ``.grad``, flags and generators are bit-equal before and after, also
-        when an exception leaves this method.
+        Lanczos vectors; all of it is free again on return but for what lies in ``pool``. What is kept
+        beside is one 16-bit host vector per layer.
         """
         device = images.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begun = self._now()
         spectra: dict[str, Spectrum] = {}
-        with _leaving_no_trace(self._objective, device), self._captured(images, labels) as graph:
-            replayed_bytes = 0 if graph is None else graph.peak_bytes
+        with self._borrow(), leaving_no_trace(self._objective, device), self._memory(pool, device) as pool:
             for name in tuple(self._turns):
                 allowed = self._iterations(name, priced=budget_seconds is not None)
                 if spectra and budget_seconds is not None:
                     if self._now() - begun + self._predicted_seconds(name, allowed) > budget_seconds:
                         break
-                spectra[name] = self._refresh(name, allowed, images, labels, graph)
+                spectra[name] = self._refresh(name, allowed, images, labels, pool)
         products = sum(spectrum.iterations for spectrum in spectra.values())
-        return Probe(tuple(spectra), tuple(spectra.values()), self._now() - begun, products, replayed_bytes)
+        seconds = self._now() - begun
+        return Probe(tuple(spectra), tuple(spectra.values()), seconds, products, self._all_gradients.peak_bytes)
 
-    def _refresh(self, name: str, allowed: int, images: Tensor, labels: Tensor, graph: Graph | None) -> Spectrum:
+    def _refresh(self, name: str, allowed: int, images: Tensor, labels: Tensor, pool: Any) -> Spectrum:
         begun = self._now()
         leaf = self._leaf(name)
         generator = torch.Generator(leaf.device)
@@ -159,7 +141,7 @@ class HessianEstimator:
         start = random_unit()
         if name in self._vectors:
             start = unit(self._vectors[name].to(leaf)) + WARM_START_NOISE * start
-        with self._products(name, leaf, images, labels, graph) as product:
+        with self._products(name, leaf, images, labels, pool) as product:
             spectrum, top = lanczos(product, start, self._settings.k, allowed, self._settings.tolerance, random_unit)
         if spectrum.eigenvalues:
             self._vectors[name] = top.to("cpu", torch.float16)
@@ -184,56 +166,64 @@ class HessianEstimator:
         return min(self._settings.k, self._settings.iterations) if first else self._settings.iterations
 
     def _leaf(self, name: str) -> Tensor:
-        # A second tensor on the weight's storage: differentiating it cannot touch the parameter's grad or flags.
-        return self._objective.get_parameter(self._names[name]).detach().requires_grad_()
-
-    def _gradients(self, leaves: Mapping[str, Tensor], images: Tensor, labels: Tensor, create_graph: bool = False):
-        """Gradients of the mean loss by layer name, each of its weight's shape."""
-        values = {name: parameter.detach() for name, parameter in self._objective.named_parameters()}
-        values |= {self._names[name]: leaf for name, leaf in leaves.items()}
-        with torch.enable_grad():
-            loss = torch.func.functional_call(self._objective, values, (images, labels))
-            gradients = _grad(loss, tuple(leaves.values()), create_graph=create_graph)
-        return dict(zip(leaves, gradients))
+        return _leaf(self._objective, self._names[name])
 
     @contextlib.contextmanager
-    def _captured(self, images: Tensor, labels: Tensor) -> Iterator[Graph | None]:
-        """One graph of all layers' gradients, for difference products on a CUDA device."""
-        graph = None
-        if self.product == "difference" and _can_capture(images.device) and self.eager_reason is None:
-            leaves = {name: self._leaf(name) for name in self._names}
-            try:
-                graph = Graph(lambda: self._gradients(leaves, images, labels))
-            except CaptureError as error:
-                self.eager_reason = str(error)
+    def _memory(self, pool: Any, device: torch.device) -> Iterator[Any]:
+        """A pool for the graph of all layers' gradients: the one that is lent, or one for this probe alone."""
+        captures = self.product == "difference" and self.eager_reason is None and _can_capture(device)
+        if pool is not None or not captures:
+            yield pool
+            return
+        own = Pool()
         try:
-            yield graph
+            yield own.handle
         finally:
-            if graph is not None:
-                graph.release()
-                clear_workspaces(images.device)
-                torch.cuda.empty_cache()
+            self._all_gradients.release()
+            own.release()
+            clear_workspaces(device)
+            torch.cuda.empty_cache()
 
     @contextlib.contextmanager
-    def _products(
-        self, name: str, leaf: Tensor, images: Tensor, labels: Tensor, graph: Graph | None
-    ) -> Iterator[Product]:
+    def _products(self, name: str, leaf: Tensor, images: Tensor, labels: Tensor, pool: Any) -> Iterator[Product]:
         if self.product == "exact":
-            gradient = self._gradients({name: leaf}, images, labels, create_graph=True)[name]
+            gradient = _gradients(self._objective, {self._names[name]: leaf}, images, labels, create_graph=True)[0]
             yield lambda vector: _grad(gradient, (leaf,), vector.view_as(leaf), retain_graph=True)[0].reshape(-1)
             return
 
         def gradient() -> Tensor:
-            if graph is None:
-                return self._gradients({name: leaf}, images, labels)[name]
-            return graph.replay()[name].clone()
+            if pool is None or self.eager_reason is not None:
+                return _gradients(self._objective, {self._names[name]: leaf}, images, labels)[0]
+            return self._all_gradients(images, labels, pool=pool)[place].clone()
 
         weight = leaf.detach()
         saved = weight.clone()
+        place = list(self._names).index(name)
         try:
             yield _difference_product(weight, saved, gradient)
         finally:
             weight.copy_(saved)
+
+
+def _leaf(objective: nn.Module, parameter: str) -> Tensor:
+    # A second tensor on the weight's storage: differentiating it cannot touch the parameter's grad or flags.
+    return objective.get_parameter(parameter).detach().requires_grad_()
+
+
+def _gradients(
+    objective: nn.Module, leaves: Mapping[str, Tensor], images: Tensor, labels: Tensor, create_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """Gradients of the mean loss, each of its weight's shape; ``leaves`` stand in for the parameters of their names."""
+    values = {name: parameter.detach() for name, parameter in objective.named_parameters()}
+    with torch.enable_grad():
+        loss = torch.func.functional_call(objective, {**values, **leaves}, (images, labels))
+        return _grad(loss, tuple(leaves.values()), create_graph=create_graph)
+
+
+def _gradients_of_all(
+    objective: nn.Module, parameters: tuple[str, ...], images: Tensor, labels: Tensor
+) -> tuple[Tensor, ...]:
+    return _gradients(objective, {name: _leaf(objective, name) for name in parameters}, images, labels)
 
 
 def _difference_product(weight: Tensor, saved: Tensor, gradient: Callable[[], Tensor]) -> Product:
@@ -270,40 +260,5 @@ class _Objective(nn.Module):
         return self.loss(self.module, images, labels)
 
 
-def _parameter_names(objective: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
-    known = {id(parameter): name for name, parameter in objective.named_parameters()}
-    names = {}
-    for name, layer in layers.items():
-        weight = getattr(layer, "weight", None)
-        if id(weight) not in known or weight.dtype not in RELATIVE_STEP:
-            got = f"a {weight.dtype} tensor" if isinstance(weight, Tensor) else "no tensor"
-            raise ValueError(
-                f"layer {name}: expected its weight to be an FP32 or FP64 parameter of the module, got {got}; "
-                "leave the layer out"
-            )
-        names[name] = known[id(weight)]
-    return names
-
-
 def _can_capture(device: torch.device) -> bool:
     return device.type == "cuda"
-
-
-@contextlib.contextmanager
-def _leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Evaluation mode, without gradients, on ``device``; flags and generators as before on exit."""
-    flags = [(part, part.training) for part in module.modules()]
-    on_cuda = device.type == "cuda"
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        if on_cuda:
-            stack.enter_context(torch.cuda.device(device))
-        stack.enter_context(torch.random.fork_rng([device] if on_cuda else []))
-        try:
-            # Not eval(): modules that override train() would refuse or do more.
-            for part, _ in flags:
-                part.training = False
-            yield
-        finally:
-            for part, training in flags:
-                part.training = training

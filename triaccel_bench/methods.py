@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from triaccel_bench import control, precision
-from triaccel_bench.curvature import HessianEstimator, LayerCurvature, Probe
+from triaccel_bench import control, curvature, precision
 from triaccel_bench.hardware import Hardware, executed_dtype
 from triaccel_bench.models import Network
 from triaccel_bench.paper import printed_vram_bytes
+from triaccel_bench.probe import LayerCurvature, Probe
 from triaccel_bench.settings import MethodSettings, Settings
 
 
@@ -31,7 +33,9 @@ class Method:
         self._unreadable: set[str] = set()
         self._probe_seconds = 0.0
         self._estimator = (
-            HessianEstimator(network.module, network.layers, settings.curvature, seed)
+            curvature.build(
+                network.module, network.layers, settings.curvature, seed, partial(precision.strict_fp32, network)
+            )
             if settings.probes_curvature
             else None
         )
@@ -40,17 +44,19 @@ class Method:
         """Every T_curv steps (section 4.3), for methods that read curvature."""
         return self._estimator is not None and step % self.settings.curvature.every == 0
 
-    def probe(self, images: Tensor, labels: Tensor, step: int, training_seconds: float) -> Probe | None:
+    def probe(
+        self, images: Tensor, labels: Tensor, step: int, training_seconds: float, pool: Any = None
+    ) -> Probe | None:
         """Refresh as many layers' spectra as ``curvature.max_overhead`` allows; ``None`` when the share is used up.
 
         Args:
             training_seconds: wall-clock of training so far, probes excluded.
+            pool: memory of CUDA graphs that lies idle between two steps.
         """
-        allowance = self.settings.curvature.max_overhead * training_seconds - self._probe_seconds
+        allowance = self._allowance(training_seconds)
         if allowance <= 0 and self._probe_seconds > 0:
             return None
-        with precision.strict_fp32(self._network):
-            probe = self._estimator.probe(images, labels, max(allowance, 0.0))
+        probe = self._estimator.probe(images, labels, max(allowance, 0.0), pool)
         self._probe_seconds += probe.seconds
         for name, spectrum in zip(probe.layers, probe.spectra, strict=True):
             if spectrum.eigenvalues:
@@ -58,6 +64,9 @@ class Method:
             else:
                 self._unreadable.add(name)
         return probe
+
+    def _allowance(self, training_seconds: float) -> float:
+        return self.settings.curvature.max_overhead * training_seconds - self._probe_seconds
 
     @property
     def eager_reason(self) -> str | None:

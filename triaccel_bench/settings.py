@@ -96,8 +96,8 @@ class PrecisionSettings(_Section):
 class CurvatureSettings(_Section):
     rates: bool
     promotion: bool
-    estimator: Literal["hessian"]
-    product: Literal["auto", "exact", "difference"]
+    estimator: Literal["hessian", "fisher"]
+    product: Literal["auto", "jacobian", "exact", "difference"]
     k: PositiveInt
     every: PositiveInt
     batch: Annotated[int, Field(ge=2, le=MAX_COUNT)]

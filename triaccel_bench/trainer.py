@@ -7,6 +7,7 @@ change here or not at all. It does not know which method it runs.
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -278,11 +279,10 @@ class Trainer:
         self._close_window()
         started = self.clock.read()
         self.training_seconds = started - self.training_began
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
         count = min(self.settings.method.curvature.batch, self.data.train_count)
-        chosen = torch.randperm(self.data.train_count, generator=generator)[:count]
-        images, labels = self.data.plain_batch(chosen.to(self.hardware.device))
-        probe = self.method.probe(images, labels, self.step, self.training_seconds)
+        drawn = random.Random(f"{self.seed} {self.step}").sample(range(self.data.train_count), count)
+        images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
+        probe = self.method.probe(images, labels, self.step, self.training_seconds, self.engine.idle_pool)
         seconds = self.clock.read() - started
         peak = self.meter.window_peak_bytes(0 if probe is None else probe.replayed_bytes)
         self._begin_window()

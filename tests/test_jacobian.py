@@ -1,0 +1,133 @@
+"""The Hessian of ReLU networks in one go: dense truth of torch.func.hessian, and refusal of everything else."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from curved import assert_same, batch, dense_eigenvalues, layers_of, network, settings, snapshot, used_network
+from torch import nn
+
+from triaccel_bench import curvature, models
+from triaccel_bench.configuration import compose
+from triaccel_bench.fisher import FisherEstimator
+from triaccel_bench.graphs import Pool
+from triaccel_bench.hessian import HessianEstimator
+from triaccel_bench.jacobian import JacobianEstimator, piecewise_linear
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def estimator(module, **changes) -> JacobianEstimator:
+    return JacobianEstimator(module, layers_of(module), settings(product="jacobian", **changes))
+
+
+@pytest.mark.parametrize("kind", ["plain", "strided", "dilated", "grouped", "depthwise"])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-9), (torch.float32, 1e-2)])
+def test_dense_blocks(kind, dtype, tolerance):
+    module = network(kind, nn.ReLU, dtype)
+    images, labels = batch(dtype)
+    probe = estimator(module).probe(images, labels, None)
+    for name, spectrum in zip(probe.layers, probe.spectra, strict=True):
+        truth = dense_eigenvalues(module, name, images, labels)
+        errors = [abs(got - true) / truth[0] for got, true in zip(spectrum.eigenvalues, truth, strict=True)]
+        assert max(errors) <= tolerance, name
+        assert spectrum.converged
+
+
+def test_a_residual_network_with_pooling():
+    network = models.build(compose(["model=resnet8"]).model, 10)
+    module = network.module.double()
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(6, 3, 8, 8, generator=generator, dtype=torch.float64)
+    labels = torch.arange(6)
+    for _ in range(3):
+        module(images)
+    names = ["conv1", "layer2.downsample.0", "fc"]
+    layers = {name: network.layers[name] for name in names}
+    found = JacobianEstimator(module, layers, settings(k=3)).probe(images, labels, None)
+    exact = HessianEstimator(
+        module, layers, settings(product="exact", k=3, iterations=60, tolerance=1e-9), 0, _mean_loss
+    ).probe(images, labels, None)
+    for got, truth in zip(found.spectra, exact.spectra, strict=True):
+        assert got.eigenvalues[0] == pytest.approx(truth.eigenvalues[0], rel=1e-6)
+
+
+def _mean_loss(module, images, labels):
+    return nn.functional.cross_entropy(module(images), labels)
+
+
+@pytest.mark.parametrize("name,expected", [("resnet8", True), ("resnet18", True), ("efficientnet_b0", False)])
+def test_which_models_qualify(name, expected):
+    assert piecewise_linear(models.build(compose([f"model={name}"]).model, 10).module) is expected
+
+
+def test_unknown_parts_do_not_qualify():
+    class Squared(nn.Conv2d):
+        def forward(self, images):
+            return super().forward(images) ** 2
+
+    for part in (nn.SiLU(), nn.Softmax(1), Squared(2, 2, 1)):
+        module = nn.Sequential(nn.Conv2d(2, 2, 1), part)
+        assert not piecewise_linear(module)
+        with pytest.raises(ValueError, match="product=jacobian: expected a network of"):
+            estimator(module)
+
+
+def test_which_estimator_serves_which_settings():
+    relu, smooth, grouped = network(), network(activation=nn.SiLU), network("depthwise", nn.SiLU)
+
+    def built(module, **changes):
+        return curvature.build(module, layers_of(module), settings(**changes), 0)
+
+    assert isinstance(built(relu), JacobianEstimator)
+    assert isinstance(built(relu, product="exact"), HessianEstimator)
+    assert built(relu, batch=171).product == "exact"  # 513 rows
+    assert built(smooth).product == "exact" and built(grouped).product == "difference"
+    assert isinstance(built(smooth, estimator="fisher"), FisherEstimator)
+    with pytest.raises(ValueError, match="product=jacobian"):
+        built(smooth, product="jacobian")
+
+
+@pytest.mark.parametrize("changes", [{}, {"product": "exact"}, {"estimator": "fisher"}], ids=str)
+def test_one_function_for_all(changes):
+    module, (images, labels) = network(), batch()
+    before = snapshot(module)
+    found = curvature.eigenvalues(module, layers_of(module), images, labels, settings(k=100, **changes))
+    assert_same(before, snapshot(module))
+    assert found.values.shape == (3, 100) and found.values.dtype == torch.float64 and found.seconds > 0
+    for row, layer, converged in zip(found.values, layers_of(module).values(), found.converged, strict=True):
+        size = min(100, layer.weight.numel())
+        assert row[:size].isfinite().all() and row[size:].isnan().all() and converged.dtype == torch.bool
+        assert (row[:size].diff() <= 0).all()
+
+
+def test_no_trace():
+    module = used_network()
+    before = snapshot(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        estimator(module).probe(*batch(), None)
+    assert_same(before, snapshot(module))
+    assert not any(part._forward_hooks for part in module.modules())
+
+
+class TestOnACard:
+    pytestmark = gpu
+
+    def test_a_replay_is_the_hessian(self):
+        pool = Pool()
+        module = network("strided").cuda()
+        images, labels = batch(device="cuda")
+        reading = estimator(module)
+        for _ in range(3):
+            probe = reading.probe(images, labels, None, pool.handle)
+            assert reading.eager_reason is None
+            for name, spectrum in zip(probe.layers, probe.spectra, strict=True):
+                truth = dense_eigenvalues(module.cpu(), name, images.cpu(), labels.cpu())
+                module.cuda()
+                assert spectrum.eigenvalues[0] == pytest.approx(truth[0], rel=2e-2)

@@ -1,0 +1,80 @@
+"""Curvature of a network layer by layer (section 3.2), whichever estimator reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_bench.fisher import FisherEstimator
+from triaccel_bench.hessian import HessianEstimator
+from triaccel_bench.jacobian import MOST_ROWS, JacobianEstimator, piecewise_linear
+from triaccel_bench.probe import Borrow, Estimator
+from triaccel_bench.settings import CurvatureSettings
+
+
+def build(
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    settings: CurvatureSettings,
+    seed: int,
+    borrow: Borrow = nullcontext,
+) -> Estimator:
+    """The estimator that ``settings`` ask for; of the mean cross-entropy of (N, classes) logits.
+
+    ``estimator=fisher`` is ``FisherEstimator``. ``estimator=hessian`` goes by ``product``: ``jacobian``
+    is ``JacobianEstimator``, ``exact`` and ``difference`` are ``HessianEstimator``, and ``auto`` the
+    first of them wherever it is exact and its matrices are small.
+
+    Raises:
+        ValueError: as the estimator does.
+    """
+    if settings.estimator == "fisher":
+        return FisherEstimator(module, layers, settings, seed, borrow)
+    classes = next((len(layer.weight) for layer in reversed(layers.values())), 0)
+    small = settings.batch * classes <= MOST_ROWS
+    if settings.product == "jacobian" or (settings.product == "auto" and small and piecewise_linear(module)):
+        return JacobianEstimator(module, layers, settings, borrow)
+    return HessianEstimator(module, layers, settings, seed, borrow=borrow)
+
+
+@dataclass(frozen=True)
+class LayerEigenvalues:
+    """Spectra of L layers at one moment.
+
+    Attributes:
+        values: float64 (L, k), descending; NaN beyond the weight's elements and where nothing could be read.
+        converged: bool (L,).
+        seconds: what reading them took.
+    """
+
+    values: Tensor
+    converged: Tensor
+    seconds: float
+
+
+def eigenvalues(
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    images: Tensor,
+    labels: Tensor,
+    settings: CurvatureSettings,
+    seed: int = 0,
+    borrow: Borrow = nullcontext,
+) -> LayerEigenvalues:
+    """Read every layer once, whatever it takes; ``module`` is as before afterwards.
+
+    Args:
+        borrow: as the estimators take it; without one the layers must compute in FP32, or FP64, as they are.
+        images, labels: (N, C, H, W) and (N,), on the model's device; ``settings.batch`` is not read.
+    """
+    probe = build(module, layers, settings, seed, borrow).probe(images, labels, None)
+    spectra = dict(zip(probe.layers, probe.spectra, strict=True))
+    values = torch.full((len(layers), settings.k), float("nan"), dtype=torch.float64)
+    for row, name in zip(values, layers, strict=True):
+        found = spectra[name].eigenvalues
+        row[: len(found)] = torch.tensor(found, dtype=torch.float64)
+    return LayerEigenvalues(values, torch.tensor([spectra[name].converged for name in layers]), probe.seconds)

@@ -1,0 +1,107 @@
+"""Eigenvalues of each layer's Fisher block (section 3.2) from one forward and one backward pass of the probe batch.
+
+For logits ``z_i`` of sample ``i`` and a label ``y_i`` drawn from the model's own ``softmax(z_i)``, the block of a
+layer with weight ``w`` is ``F = (1/N) sum_i g_i g_i^T``, ``g_i = d(-log softmax(z_i)[y_i]) / dw``: an unbiased
+estimate of the Fisher information, which is the Hessian's Gauss-Newton part. True labels instead of drawn ones would
+give the "empirical Fisher", which ranks the layers differently (Kunstner et al., 2019). ``F`` is ``(n, n)`` and of
+rank ``N`` at most; its other eigenvalues are those of the ``(N, N)`` Gram matrix of the ``g_i``, which ``gram`` takes
+from what a layer read and what came back to it. BatchNorm is in evaluation mode, Dropout off.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from triaccel_bench.gram import gram, leading
+from triaccel_bench.graphs import Replayed
+from triaccel_bench.probe import Borrow, Probe, borrowed, output_gradients, tapped, weight_names
+from triaccel_bench.settings import CurvatureSettings
+
+
+class FisherEstimator:
+    """Top-k spectra of the Fisher blocks of all named layers at once.
+
+    Args:
+        module: the model, from (N, C, H, W) images to (N, classes) logits; neither copied nor changed. A sample's
+            logits must not depend on the other samples.
+        layers: names and modules, ``nn.Conv2d`` or ``nn.Linear``, each called once a forward pass.
+        settings: ``k``.
+        seed: of the drawn labels; no global generator is touched.
+        borrow: a context in which every layer computes in the dtype of its weight, without TF32.
+        now: clock in seconds.
+
+    Raises:
+        ValueError: a layer whose weight is no FP32 or FP64 parameter of ``module``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Mapping[str, nn.Module],
+        settings: CurvatureSettings,
+        seed: int,
+        borrow: Borrow = nullcontext,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        weight_names(module, layers)
+        self._layers = dict(layers)
+        self._sizes = [layer.weight.numel() for layer in layers.values()]
+        self._k = settings.k
+        self._random = random.Random(seed)
+        self._now = now
+        self._matrices = Replayed(partial(_gram_matrices, module, self._layers), partial(borrowed, module, borrow))
+
+    @property
+    def eager_reason(self) -> str | None:
+        return self._matrices.eager_reason
+
+    def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
+        """Refresh every layer; as ``Estimator.probe``. ``labels`` are not read.
+
+        With a ``pool`` the pass is captured at the first probe and replayed from then on. Waits for
+        the device twice: before it begins, so that earlier work is not charged to it, and for its result.
+        """
+        device = images.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = self._now()
+        draws = torch.tensor([self._random.random() for _ in range(len(images))], dtype=torch.float64).to(device)
+        matrices = self._matrices(images, draws, pool=pool)
+        spectra = leading(matrices / len(images), self._sizes, self._k)
+        return Probe(tuple(self._layers), spectra, self._now() - begun, 1, self._matrices.peak_bytes)
+
+
+def _gram_matrices(module: nn.Module, layers: Mapping[str, nn.Module], images: Tensor, draws: Tensor) -> Tensor:
+    """(L, N, N), of zeros for a layer that is not called."""
+    with torch.enable_grad(), tapped(layers) as taps:
+        logits = module(images)
+        if logits.dim() != 2 or len(logits) != len(images):
+            raise ValueError(
+                f"logits: expected [{len(images)}, classes], got {list(logits.shape)}; "
+                "the Fisher information needs a classifier, method.curvature.estimator=hessian does not"
+            )
+        direction = _gradient_at_drawn_labels(logits.detach(), draws)
+        returned = dict(zip(taps, output_gradients(logits, direction, taps.values()), strict=True))
+    matrices = images.new_zeros(len(layers), len(images), len(images))
+    for matrix, (name, layer) in zip(matrices, layers.items(), strict=True):
+        dy = returned.pop(name, None)
+        if dy is not None:
+            matrix.copy_(gram(layer, taps.pop(name).x, dy))
+    return matrices
+
+
+def _gradient_at_drawn_labels(logits: Tensor, draws: Tensor) -> Tensor:
+    """d(-log softmax(z)[y]) / dz = softmax(z) - onehot(y), y where the distribution function passes ``draws`` (N,)."""
+    probabilities = logits.softmax(1)
+    below = probabilities.double().cumsum(1) <= draws[:, None]
+    # Rounding can leave the last sum below a draw.
+    label = below.sum(1).clamp(max=logits.shape[1] - 1)
+    return probabilities.scatter_add(1, label[:, None], probabilities.new_full((1, 1), -1.0).expand(len(logits), 1))

@@ -1,0 +1,208 @@
+"""All eigenvalues of each layer's Hessian block at once, where the logits are linear in every layer's weight.
+
+For a network of convolutions, linear layers, BatchNorm in evaluation mode, ReLU and pooling, the logits ``z_i`` of a
+sample are a piecewise-linear function of any one layer's weight ``w``, the other weights fixed. Almost everywhere its
+second derivative is zero, and the block of the mean cross-entropy's Hessian is its Gauss-Newton part without remainder:
+
+``H = (1/N) sum_i J_i^T (diag(p_i) - p_i p_i^T) J_i``, ``J_i = dz_i / dw`` (classes, n), ``p_i = softmax(z_i)``.
+
+``diag(p) - p p^T = sum_c s_c s_c^T`` with ``s_c = sqrt(p_c) (onehot(c) - p)``, so that ``H`` is ``(1/N) sum r r^T``
+over the N x classes rows ``r = J_i^T s_c``, and its eigenvalues other than zero are those of the rows' Gram matrix:
+one forward pass, ``classes`` backward passes, and ``gram``. No iteration, no differences, no labels.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from triaccel_bench import models
+from triaccel_bench.gram import gradients, gram, leading, products
+from triaccel_bench.graphs import Replayed
+from triaccel_bench.lanczos import Spectrum, projections
+from triaccel_bench.probe import Borrow, Probe, Tap, borrowed, output_gradients, tapped, weight_names
+from triaccel_bench.settings import CurvatureSettings
+
+MOST_ROWS = 512
+"""Samples times classes up to which a Gram matrix is cheaper than products; its price grows with their square."""
+
+GROUP_BYTES = 12 * 2**20
+"""What may be kept of the backward passes of several layers; others need passes of their own."""
+
+STEPS = 32
+"""Of Lanczos on a CUDA device, where no dense solver is fast between 32 and a few thousand rows."""
+
+_LINEAR_PIECEWISE = (
+    nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    nn.Dropout, nn.Identity, nn.Flatten, nn.Sequential, models.ResNet8, torchvision.models.ResNet,
+    torchvision.models.resnet.BasicBlock, torchvision.models.resnet.Bottleneck,
+)  # fmt: skip
+"""Parts whose composition is; each other part, and each subclass that we did not write, may be anything."""
+
+
+def piecewise_linear(module: nn.Module) -> bool:
+    """Whether all parts of ``module`` are known to make its output piecewise linear in each layer's weight."""
+    return all(
+        type(part) in _LINEAR_PIECEWISE
+        or (isinstance(part, _LINEAR_PIECEWISE) and type(part).__module__.split(".")[0] == __name__.split(".")[0])
+        for part in module.modules()
+    )
+
+
+class JacobianEstimator:
+    """Top-k spectra of the Hessian blocks of all named layers at once; of the mean cross-entropy alone.
+
+    Args:
+        module: a ``piecewise_linear`` classifier; neither copied nor changed.
+        layers: names and modules, ``nn.Conv2d`` or ``nn.Linear``, each called once a forward pass.
+        settings: ``k``, and ``tolerance`` where Lanczos has to find them.
+        borrow: a context in which every layer computes in the dtype of its weight, without TF32.
+        now: clock in seconds.
+
+    Raises:
+        ValueError: the module is not known to be piecewise linear, or a layer's weight is no FP32 or FP64 parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Mapping[str, nn.Module],
+        settings: CurvatureSettings,
+        borrow: Borrow = nullcontext,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        weight_names(module, layers)
+        if not piecewise_linear(module):
+            raise ValueError(
+                "method.curvature.product=jacobian: expected a network of convolutions, linear layers, BatchNorm, ReLU "
+                f"and pooling, got another part in {type(module).__name__}; take auto, exact or difference"
+            )
+        self._layers = dict(layers)
+        self._sizes = [layer.weight.numel() for layer in layers.values()]
+        self._k, self._tolerance = settings.k, settings.tolerance
+        self._now = now
+        self._projections = Replayed(
+            partial(_gram_matrices, module, self._layers, _projected), partial(borrowed, module, borrow)
+        )
+
+    @property
+    def eager_reason(self) -> str | None:
+        return self._projections.eager_reason
+
+    def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
+        """Refresh every layer; as ``Estimator.probe``. ``labels`` are not read: ``H`` does not depend on them here."""
+        device = images.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = self._now()
+        matrices = self._projections(images, pool=pool) / len(images)
+        spectra = leading(matrices, self._sizes, self._k)
+        if matrices.is_cuda and matrices.shape[1] == STEPS:
+            # The last step's gain tells how far the largest eigenvalue still is from its own.
+            before = leading(matrices[:, :-1, :-1], self._sizes, 1)
+            spectra = tuple(map(self._judged, spectra, before))
+        return Probe(tuple(self._layers), spectra, self._now() - begun, 1, self._projections.peak_bytes)
+
+    def _judged(self, found: Spectrum, before: Spectrum) -> Spectrum:
+        if not found.eigenvalues:
+            return found
+        gain = found.eigenvalues[0] - before.eigenvalues[0]
+        return replace(found, converged=gain <= self._tolerance * found.eigenvalues[0])
+
+
+def _gram_matrices(
+    module: nn.Module, layers: Mapping[str, nn.Module], reduce: Callable[[Tensor], Tensor], images: Tensor
+) -> Tensor:
+    """What ``reduce`` makes of Gram matrices (L, rows, rows), rows = classes x N, of zeros for a layer not called."""
+    with torch.enable_grad(), tapped(layers) as taps:
+        logits = module(images)
+    probabilities = logits.detach().softmax(1)
+    classes = logits.shape[1]
+    rows = classes * len(images)
+    reduced = []
+    for names in _groups(layers, taps, classes * len(images)):
+        kept = {name: _Rows(layers[name], taps[name], classes) for name in names if name in taps}
+        for index in range(classes):
+            direction = -probabilities
+            direction[:, index] += 1.0
+            direction *= probabilities[:, index, None].sqrt()
+            returned = output_gradients(logits, direction, [taps[name] for name in kept], retain_graph=True)
+            for each, dy in zip(kept.values(), returned, strict=True):
+                each.add(index, dy)
+        matrices = images.new_zeros(len(names), rows, rows)
+        for matrix, name in zip(matrices, names, strict=True):
+            if name in kept:
+                matrix.copy_(kept.pop(name).products())
+        reduced.append(reduce(matrices))
+    return torch.cat(reduced)
+
+
+def _projected(matrices: Tensor) -> Tensor:
+    return projections(matrices, STEPS) if matrices.is_cuda else matrices
+
+
+def _groups(layers: Mapping[str, nn.Module], taps: Mapping[str, Tap], rows: int) -> Iterator[list[str]]:
+    """The layers in their order, as many at a time as ``GROUP_BYTES`` hold what is kept of; at least one."""
+    group: list[str] = []
+    left = GROUP_BYTES
+    for name, layer in layers.items():
+        need = rows * _kept_bytes(layer, taps[name]) if name in taps else 0
+        if group and need > left:
+            yield group
+            group, left = [], GROUP_BYTES
+        group.append(name)
+        left -= need
+    yield group
+
+
+def _keeps_rows(layer: nn.Module, tap: Tap) -> bool:
+    return layer.weight.numel() * tap.x.element_size() <= tap.output_elements * _narrow(tap.x.dtype).itemsize
+
+
+def _kept_bytes(layer: nn.Module, tap: Tap) -> int:
+    """Of one row."""
+    if _keeps_rows(layer, tap):
+        return layer.weight.numel() * tap.x.element_size()
+    return tap.output_elements * _narrow(tap.x.dtype).itemsize
+
+
+def _narrow(dtype: torch.dtype) -> torch.dtype:
+    # The rounding of single elements averages out over a row.
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+class _Rows:
+    """What is kept of one layer's backward passes: the rows themselves, or, if that is less, what came back."""
+
+    def __init__(self, layer: nn.Module, tap: Tap, classes: int) -> None:
+        self._layer, self._x, self._classes = layer, tap.x, classes
+        self._directly = _keeps_rows(layer, tap)
+        self._held: Tensor | None = None
+
+    def add(self, index: int, dy: Tensor | None) -> None:
+        if dy is None:
+            return
+        count = len(dy)
+        value = gradients(self._layer, self._x, dy) if self._directly else dy
+        if self._held is None:
+            shape = count * self._classes, *value.shape[1:]
+            dtype = value.dtype if self._directly else _narrow(value.dtype)
+            self._held = torch.empty(shape, dtype=dtype, device=value.device)
+            if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
+                self._held = self._held.to(memory_format=torch.channels_last)
+        self._held[index * count : (index + 1) * count] = value
+
+    def products(self) -> Tensor:
+        if self._held is None:
+            return self._x.new_zeros(())
+        if self._directly:
+            return products(self._held)
+        return gram(self._layer, torch.cat([self._x] * self._classes), self._held)

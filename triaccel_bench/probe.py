@@ -1,0 +1,176 @@
+"""What all curvature estimators share: a probe's result, and how a model is borrowed and given back unchanged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+
+from triaccel_bench.lanczos import Spectrum
+
+__all__ = [
+    "Borrow",
+    "Estimator",
+    "LayerCurvature",
+    "Probe",
+    "Spectrum",
+    "Tap",
+    "borrowed",
+    "leaving_no_trace",
+    "output_gradients",
+    "tapped",
+    "weight_names",
+]
+
+Borrow = Callable[[], contextlib.AbstractContextManager]
+"""Entered around whatever runs the model in Python: puts its layers into the dtype of their weights, for one."""
+
+PROBED_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The layers one probe refreshed, in the order of their turns, and what that cost."""
+
+    layers: tuple[str, ...]
+    spectra: tuple[Spectrum, ...]
+    seconds: float
+    products: int
+    """Products with a vector, or passes that gave the products of many vectors at once."""
+    replayed_bytes: int = 0
+    """What a replayed graph needed beside everything else."""
+
+
+@dataclass(frozen=True)
+class LayerCurvature:
+    """The newest spectrum of a layer and the training step it was read at."""
+
+    spectrum: Spectrum
+    step: int
+
+
+class Estimator(Protocol):
+    """Reads spectra of the named layers of one model on probe batches."""
+
+    @property
+    def eager_reason(self) -> str | None:
+        """Why probes run without a CUDA graph although one was tried; ``None`` otherwise."""
+
+    def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
+        """Refresh the layers whose turn it is: at least one, and as many as ``budget_seconds`` are predicted to allow.
+
+        Weights, buffers, ``.grad``, flags and generators are bit-equal before and after, also
+        when an exception leaves this method.
+
+        Args:
+            images, labels: (N, C, H, W) and (N,), on the model's device.
+            budget_seconds: ``None``: no limit.
+            pool: memory of CUDA graphs that is idle now (``Graph.pool``), for graphs that outlive the probe.
+        """
+
+
+@contextlib.contextmanager
+def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Evaluation mode, without gradients, on ``device``; flags and generators as before on exit."""
+    flags = [(part, part.training) for part in module.modules()]
+    on_cuda = device.type == "cuda"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if on_cuda:
+            stack.enter_context(torch.cuda.device(device))
+        stack.enter_context(torch.random.fork_rng([device] if on_cuda else []))
+        try:
+            # Not eval(): modules that override train() would refuse or do more.
+            for part, _ in flags:
+                part.training = False
+            yield
+        finally:
+            for part, training in flags:
+                part.training = training
+
+
+@contextlib.contextmanager
+def borrowed(module: nn.Module, borrow: Borrow) -> Iterator[None]:
+    """``borrow`` and ``leaving_no_trace`` on the device of the module."""
+    with borrow(), leaving_no_trace(module, next(module.parameters()).device):
+        yield
+
+
+@dataclass(frozen=True)
+class Tap:
+    """What a layer read, and the place in the graph of autograd that its output's gradient passes."""
+
+    x: Tensor
+    edge: GradientEdge
+    output_elements: int
+    """Of one sample."""
+
+
+@contextlib.contextmanager
+def tapped(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
+    """Within the context a forward pass fills what it yields, in the order of the layers' calls.
+
+    The layers' outputs carry gradients then, whether or not their weights do:
+    ``output_gradients`` reads them without forming the gradient of any weight.
+
+    Raises:
+        ValueError: a layer is called a second time: its gradient would be a sum over calls.
+    """
+    taps: dict[str, Tap] = {}
+
+    def hook_of(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            if name in taps:
+                raise ValueError(
+                    f"layer {name}: expected one call a forward pass, got a second one; "
+                    "read its curvature with method.curvature.product=exact"
+                )
+            if not output.requires_grad:
+                output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+            # An edge, not the tensor: what follows may overwrite the tensor in place.
+            edge = torch.autograd.graph.get_gradient_edge(output)
+            taps[name] = Tap(inputs[0].detach(), edge, output[0].numel())
+            return output
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.callback(layer.register_forward_hook(hook_of(name)).remove)
+        yield taps
+
+
+def output_gradients(
+    logits: Tensor, direction: Tensor, taps: Iterable[Tap], retain_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Gradients of ``(logits * direction).sum()`` for the outputs behind ``taps``; ``None`` where it depends on none.
+
+    The backward pass goes no deeper than it must.
+    """
+    edges = [tap.edge for tap in taps]
+    return torch.autograd.grad(logits, edges, direction, retain_graph=retain_graph, allow_unused=True)
+
+
+def weight_names(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The parameter of ``module`` that is each layer's weight.
+
+    Raises:
+        ValueError: a layer whose weight is no FP32 or FP64 parameter of ``module``.
+    """
+    known = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {}
+    for name, layer in layers.items():
+        weight = getattr(layer, "weight", None)
+        if id(weight) not in known or weight.dtype not in PROBED_DTYPES:
+            got = f"a {weight.dtype} tensor" if isinstance(weight, Tensor) else "no tensor"
+            raise ValueError(
+                f"layer {name}: expected its weight to be an FP32 or FP64 parameter of the module, got {got}; "
+                "leave the layer out"
+            )
+        names[name] = known[id(weight)]
+    return names
