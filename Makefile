@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test tables bench clean
+.PHONY: help install demo test tables bench bench-curvature clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(INSTALLED) ## create .venv and install the project with what its tests need
 
@@ -26,8 +26,11 @@ test: $(INSTALLED) ## the whole test suite
 tables: $(INSTALLED) ## Tables 1 and 2 from results/runs, written to results/tables
 	$(BIN)/triaccel-tables
 
-bench: $(INSTALLED) ## step times on this machine's GPU, their targets and limits, written to results/bench/step.json
-	$(BIN)/python scripts/bench_step.py
+bench: $(INSTALLED) ## step times and curvature probes on this machine's GPU, their targets and limits, written to results/bench
+	@missed=0; for part in step curvature; do $(BIN)/python scripts/bench_$$part.py || missed=1; done; exit $$missed
+
+bench-curvature: $(INSTALLED) ## of these the probes alone; pip install -e '.[curvature-truth]' for the rows beside curvlinops
+	$(BIN)/python scripts/bench_curvature.py
 
 clean: ## remove .venv and build products; results stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache

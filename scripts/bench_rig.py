@@ -1,13 +1,15 @@
-"""What the parts of ``bench_step.py`` share: trainers, clocks, and a report that is on disk after every job."""
+"""What the benchmarks share: options, trainers, clocks, and a report that is on disk after every job."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import itertools
 import json
 import operator
 import os
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import HydraException
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from triaccel_bench import graphs, worker
 from triaccel_bench.configuration import compose
-from triaccel_bench.data import DeviceData, ImageSet
+from triaccel_bench.data import DeviceData, ImageSet, load
 from triaccel_bench.graphs import Graph
 from triaccel_bench.hardware import inspect
 from triaccel_bench.identity import RESULTS_VERSION
@@ -33,11 +38,21 @@ SEED = 0
 CAPTURED_AFTER = 2
 """Steps of one batch size after which it is replayed: an eager one, and the capture."""
 WARM_UP_STEPS = 50
-RELATIONS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, "==": operator.eq}
+TABLE_WIDTH = 180
+"""Characters, where no terminal says how many there are."""
+REFUSALS = (*worker.REFUSALS, HydraException, OSError)
+
+
+def _within(value: float, bounds: tuple[float, float]) -> bool:
+    return bounds[0] <= value <= bounds[1]
+
+
+RELATIONS = {"<=": operator.le, "<": operator.lt, ">=": operator.ge, "==": operator.eq, "in": _within}
 
 Figures = dict[str, dict[str, Any]]
 """By row: its ``value``, and whatever else is known of it."""
-Targets = Mapping[str, tuple[str, float]]
+Targets = Mapping[str, tuple[str, Any]]
+"""By row: one of ``RELATIONS`` and its bound; of "in" the lower and the upper one, both allowed."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +202,7 @@ def judged(name: str, unit: str, figure: Mapping[str, Any], targets: Targets) ->
     target = ok = None
     if name in targets:
         relation, bound = targets[name]
-        target = f"{relation} {bound}"
+        target = f"{relation} {bound}" if relation != "in" else "{} .. {}".format(*bound)
         ok = value is not None and RELATIONS[relation](value, bound)
     if "error" in figure:
         ok = False
@@ -265,6 +280,100 @@ def _confine(cores: set[int]) -> None:
             os.sched_setaffinity(int(thread), cores)
         except ProcessLookupError:  # it has ended since
             continue
+
+
+def common_options(description: str, out: str) -> argparse.ArgumentParser:
+    """A parser of what every benchmark is told."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--data", type=Path, help=".npz with x_train y_train x_test y_test; else a generated set")
+    parser.add_argument("--out", type=Path, default=Path(out), help="default: %(default)s")
+    parser.add_argument("--repeats", type=count, help="of every measurement; default: 7, with --quick 2")
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose names hold one of these")
+    parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run of ours")
+    parser.add_argument("--quick", action="store_true", help="a first look: few rows, few steps")
+    return parser
+
+
+def count(text: str) -> int:
+    """An option's value: a whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return int(text)
+
+
+def run_benchmark(
+    options: argparse.Namespace,
+    jobs: Sequence[Job],
+    targets: Callable[[str], Targets],
+    facts: Mapping[str, Any],
+    steps: int,
+    epochs: int = 12,
+) -> int:
+    """Measure what ``options`` ask for, and print the table; returns the exit code.
+
+    Args:
+        targets: those of a device of this name.
+        facts: what stands in the file beside the machine's and the commit's.
+        steps, epochs: of ``Bench``.
+    """
+    if not torch.cuda.is_available():
+        print("expected a CUDA device to measure, got none; run this on a machine with an NVIDIA GPU", file=sys.stderr)
+        return 2
+    for name, value in worker.CUBLAS_WORKSPACES.items():
+        os.environ.setdefault(name, value)
+    base = ["device=cuda", "progress=none"]
+    if options.data is None:
+        base += ["dataset=synthetic", "dataset.train_size=50000", "dataset.test_size=10000"]
+    else:
+        base += ["dataset=cifar10", f"dataset.path={json.dumps(str(options.data.resolve()))}"]
+    base += options.override
+    found = inspect("cuda", "auto")
+    repeats = options.repeats or (2 if options.quick else 7)
+    provenance = worker.provenance(found)
+    head = {
+        "device": found.name,
+        "torch": provenance.torch,
+        "triton": provenance.triton,
+        "cuda": provenance.cuda,
+        "date": provenance.started_at,
+        "commit": provenance.git_commit,
+        "changed_since_commit": provenance.git_dirty,
+        "code_hash": provenance.code_hash,
+        "data": "synthetic" if options.data is None else options.data.name,
+        **facts,
+        "repeats": repeats,
+    }
+    chosen = [job for job in jobs if job.matches(options.only) and (job.quick or not options.quick)]
+    if not chosen:
+        asked = " ".join(options.only)
+        print(f"--only {asked}: expected part of a row's name, got none of a row that is measured", file=sys.stderr)
+        return 2
+    try:
+        images = load(compose(base).dataset)
+    except REFUSALS as error:
+        print(error, file=sys.stderr)
+        return 2
+    bench = Bench(
+        base,
+        images,
+        jobs,
+        targets(found.name),
+        head,
+        options.out,
+        repeats,
+        steps,
+        epochs,
+        data=options.data,
+        overrides=options.override,
+    )
+    # As a run has it: the stream of captures also for all else.
+    with torch.cuda.stream(graphs.stream(found.device)):
+        for job in chosen:
+            bench.run(job)
+    console = Console()
+    (console if console.is_terminal else Console(width=TABLE_WIDTH)).print(bench.table())
+    print(f"{len(bench.rows)} rows in {options.out}")
+    return 1 if any(row["ok"] is False for row in bench.rows.values()) else 0
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -30,20 +29,19 @@ from bench_rig import (
     Bench,
     Figures,
     Job,
+    common_options,
+    count,
     epoch_batches,
     median_of,
     one_core,
     over,
+    run_benchmark,
     stepper,
     warm_up,
     whole_epoch,
 )
-from hydra.errors import HydraException
-from rich.console import Console
 
-from triaccel_bench import graphs, hardware, precision, worker
-from triaccel_bench.configuration import compose
-from triaccel_bench.data import load
+from triaccel_bench import precision
 
 TARGETS = {
     "step/resnet18/amp/B96": ("<=", 1.0),
@@ -66,7 +64,6 @@ TARGETS = {
 """What the rows shall reach on an NVIDIA H200."""
 AIMS = {"step/resnet18_cifar/amp/B768": 6.6}
 """What would be better still."""
-REFUSALS = (*worker.REFUSALS, HydraException, OSError)
 KINDS = {
     "amp": ("fp16", "method=amp"),
     "bf16": ("bf16", "method=amp", "method.dtype=bf16"),
@@ -89,8 +86,6 @@ WARM_UP = (
     "kernels alone: one call, the capture, a replay"
 )
 STEPS_WITHOUT_A_WAIT = 100
-TABLE_WIDTH = 180
-"""Characters, where no terminal says how many there are."""
 EPOCHS = 4
 
 
@@ -292,84 +287,14 @@ def _overrides(cell: str) -> tuple[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    if not torch.cuda.is_available():
-        print("expected a CUDA device to measure, got none; run this on a machine with an NVIDIA GPU", file=sys.stderr)
-        return 2
-    for name, value in worker.CUBLAS_WORKSPACES.items():
-        os.environ.setdefault(name, value)
-    base = ["device=cuda", "progress=none"]
-    if options.data is None:
-        base += ["dataset=synthetic", "dataset.train_size=50000", "dataset.test_size=10000"]
-    else:
-        base += ["dataset=cifar10", f"dataset.path={json.dumps(str(options.data.resolve()))}"]
-    base += options.override
-    jobs = all_jobs()
-    found = hardware.inspect("cuda", "auto")
-    facts = worker.provenance(found)
-    repeats, steps = (2, 20) if options.quick else (7, 200)
-    repeats, steps = options.repeats or repeats, options.steps or steps
-    head = {
-        "device": found.name,
-        "torch": facts.torch,
-        "triton": facts.triton,
-        "cuda": facts.cuda,
-        "date": facts.started_at,
-        "commit": facts.git_commit,
-        "changed_since_commit": facts.git_dirty,
-        "code_hash": facts.code_hash,
-        "data": "synthetic" if options.data is None else options.data.name,
-        "warm_up": WARM_UP,
-        "repeats": repeats,
-        "steps": steps,
-    }
-    targets = TARGETS if "H200" in found.name else {}
-    chosen = [job for job in jobs if job.matches(options.only) and (job.quick or not options.quick)]
-    if not chosen:
-        asked = " ".join(options.only)
-        print(f"--only {asked}: expected part of a row's name, got none of a row that is measured", file=sys.stderr)
-        return 2
-    try:
-        images = load(compose(base).dataset)
-    except REFUSALS as error:
-        print(error, file=sys.stderr)
-        return 2
-    bench = Bench(
-        base,
-        images,
-        jobs,
-        targets,
-        head,
-        options.out,
-        repeats,
-        steps,
-        data=options.data,
-        overrides=options.override,
-    )
-    # As a run has it: the stream of captures also for all else.
-    with torch.cuda.stream(graphs.stream(found.device)):
-        for job in chosen:
-            bench.run(job)
-    console = Console()
-    (console if console.is_terminal else Console(width=TABLE_WIDTH)).print(bench.table())
-    print(f"{len(bench.rows)} rows in {options.out}")
-    return 1 if any(row["ok"] is False for row in bench.rows.values()) else 0
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
-    return int(text)
+    steps = options.steps or (20 if options.quick else 200)
+    facts = {"warm_up": WARM_UP, "steps": steps}
+    return run_benchmark(options, all_jobs(), lambda device: TARGETS if "H200" in device else {}, facts, steps)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, help=".npz with x_train y_train x_test y_test; else a generated set")
-    parser.add_argument("--out", type=Path, default=Path("results/bench/step.json"), help="default: %(default)s")
-    parser.add_argument("--repeats", type=_count, help="of every measurement; default: 7")
-    parser.add_argument("--steps", type=_count, help="a repeat; default: 200")
-    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose names hold one of these")
-    parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run of ours")
-    parser.add_argument("--quick", action="store_true", help="a first look: few rows, few steps")
+    parser = common_options(__doc__.split("\n")[0], "results/bench/step.json")
+    parser.add_argument("--steps", type=count, help="a repeat; default: 200, with --quick 20")
     return parser
 
 

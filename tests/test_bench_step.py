@@ -112,7 +112,7 @@ def test_jobs_name_configurations_that_exist():
         inspect.signature(job.measure).bind(None, *job.arguments)
         configurations.add(tuple(text for text in job.arguments if isinstance(text, str) and "=" in text))
     for overrides in configurations:
-        bench_step.compose(overrides)
+        bench_rig.compose(overrides)
 
 
 def test_a_part_is_chosen_by_names_of_rows():
@@ -123,7 +123,7 @@ def test_a_part_is_chosen_by_names_of_rows():
 def test_the_table_takes_any_row(capsys):
     made = bench()
     made.rows = {"a": judged("a", "ms", {"value": 1.0, "error": "odd [/text]", "plan": {"fp16": 2}}, {"a": ("<", 2)})}
-    bench_step.Console(width=150).print(made.table())
+    bench_rig.Console(width=150).print(made.table())
     assert "odd [/text]" in capsys.readouterr().out
 
 
@@ -203,7 +203,7 @@ def test_parts_of_a_tiny_model(few_steps):
 
 def test_the_rivals_images_are_those_of_torchvision():
     data = images(16, side=32)
-    settings = bench_step.compose(["dataset=cifar10"]).dataset
+    settings = bench_rig.compose(["dataset=cifar10"]).dataset
     pixels, label = rivals.PilImages(data, settings)[3]
     assert pixels.shape == (3, 32, 32) and pixels.dtype == torch.float32 and label == int(data.y_train[3])
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from triaccel_bench import gram as module
-from triaccel_bench.gram import gram, plan
+from triaccel_bench.gram import gram, leading, plan
 from triaccel_bench.graphs import Graph
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -303,3 +303,19 @@ class TestOnACard:
                 assert_close(found.cpu(), truth(layer, scale * x, dy), 1e-4)
         finally:
             graph.release()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_leading_eigenvalues_of_tiny_huge_empty_and_broken_matrices(dtype):
+    torch.manual_seed(0)
+    rows = torch.randn(6, 40, dtype=torch.float64)
+    matrix = rows @ rows.T
+    truth = torch.linalg.eigvalsh(matrix).flip(0)
+    broken = torch.full((6, 6), float("nan"), dtype=torch.float64)
+    matrices = torch.stack([matrix, 1e-30 * matrix, 1e30 * matrix, 0 * matrix, broken]).to(dtype)
+    found = leading(matrices, [40, 40, 40, 3, 40], 8)
+    for factor, spectrum in zip((1.0, 1e-30, 1e30), found[:3], strict=True):
+        expected = [*(factor * truth).tolist(), 0.0, 0.0]
+        assert spectrum.eigenvalues == pytest.approx(expected, rel=1e-4) and spectrum.converged
+    assert found[3].eigenvalues == (0.0,) * 3 and found[3].converged
+    assert found[4].eigenvalues == () and not found[4].converged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 from curved import assert_same, batch, dense_eigenvalues, layers_of, network, settings, snapshot, used_network
 from torch import nn
 
-from triaccel_bench import curvature, models
+from triaccel_bench import curvature, jacobian, models
 from triaccel_bench.configuration import compose
 from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.graphs import Pool
 from triaccel_bench.hessian import HessianEstimator
 from triaccel_bench.jacobian import JacobianEstimator, piecewise_linear
+from triaccel_bench.lanczos import projections
 
 gpu = [
     pytest.mark.gpu,
@@ -37,6 +39,28 @@ def test_dense_blocks(kind, dtype, tolerance):
         errors = [abs(got - true) / truth[0] for got, true in zip(spectrum.eigenvalues, truth, strict=True)]
         assert max(errors) <= tolerance, name
         assert spectrum.converged
+
+
+@pytest.mark.parametrize("limit", [0, 2_000, 10**9])
+def test_layers_go_in_groups(limit, monkeypatch):
+    module, (images, labels) = network("strided"), batch()
+    expected = estimator(module).probe(images, labels, None).spectra
+    passes = []
+    real = jacobian.output_gradients
+    monkeypatch.setattr(jacobian, "GROUP_BYTES", limit)
+    monkeypatch.setattr(jacobian, "output_gradients", lambda *arguments: passes.append(1) or real(*arguments))
+    found = estimator(module).probe(images, labels, None).spectra
+    assert len(passes) == {0: 9, 2_000: 9, 10**9: 3}[limit]  # three classes
+    assert found == expected
+
+
+def test_projections_serve_where_no_dense_solver_is_fast(monkeypatch):
+    module, (images, labels) = network(), batch()
+    expected = estimator(module).probe(images, labels, None).spectra
+    monkeypatch.setattr(jacobian, "_projected", lambda matrices: projections(matrices, 24))
+    found = estimator(module).probe(images, labels, None).spectra
+    for got, truth in zip(found, expected, strict=True):
+        assert got.eigenvalues == pytest.approx(truth.eigenvalues, rel=1e-3)
 
 
 def test_a_residual_network_with_pooling():
@@ -128,6 +152,5 @@ class TestOnACard:
             probe = reading.probe(images, labels, None, pool.handle)
             assert reading.eager_reason is None
             for name, spectrum in zip(probe.layers, probe.spectra, strict=True):
-                truth = dense_eigenvalues(module.cpu(), name, images.cpu(), labels.cpu())
-                module.cuda()
+                truth = dense_eigenvalues(copy.deepcopy(module).cpu(), name, images.cpu(), labels.cpu())
                 assert spectrum.eigenvalues[0] == pytest.approx(truth[0], rel=2e-2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.hessian import HessianEstimator
 from triaccel_bench.jacobian import MOST_ROWS, JacobianEstimator, piecewise_linear
-from triaccel_bench.probe import Borrow, Estimator
+from triaccel_bench.probe import Borrow, Estimator, as_it_is
 from triaccel_bench.settings import CurvatureSettings
 
 
@@ -21,7 +20,7 @@ def build(
     layers: Mapping[str, nn.Module],
     settings: CurvatureSettings,
     seed: int,
-    borrow: Borrow = nullcontext,
+    borrow: Borrow = as_it_is,
 ) -> Estimator:
     """The estimator that ``settings`` ask for; of the mean cross-entropy of (N, classes) logits.
 
@@ -63,12 +62,12 @@ def eigenvalues(
     labels: Tensor,
     settings: CurvatureSettings,
     seed: int = 0,
-    borrow: Borrow = nullcontext,
+    borrow: Borrow = as_it_is,
 ) -> LayerEigenvalues:
     """Read every layer once, whatever it takes; ``module`` is as before afterwards.
 
     Args:
-        borrow: as the estimators take it; without one the layers must compute in FP32, or FP64, as they are.
+        borrow: needed where layers may compute in another dtype than that of their weights.
         images, labels: (N, C, H, W) and (N,), on the model's device; ``settings.batch`` is not read.
     """
     probe = build(module, layers, settings, seed, borrow).probe(images, labels, None)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from triaccel_bench.gram import gram, leading
 from triaccel_bench.graphs import Replayed
-from triaccel_bench.probe import Borrow, Probe, borrowed, output_gradients, tapped, weight_names
+from triaccel_bench.probe import Borrow, Probe, as_it_is, borrowed, output_gradients, tapped, weight_names
 from triaccel_bench.settings import CurvatureSettings
 
 
@@ -35,7 +34,6 @@ class FisherEstimator:
         layers: names and modules, ``nn.Conv2d`` or ``nn.Linear``, each called once a forward pass.
         settings: ``k``.
         seed: of the drawn labels; no global generator is touched.
-        borrow: a context in which every layer computes in the dtype of its weight, without TF32.
         now: clock in seconds.
 
     Raises:
@@ -48,7 +46,7 @@ class FisherEstimator:
         layers: Mapping[str, nn.Module],
         settings: CurvatureSettings,
         seed: int,
-        borrow: Borrow = nullcontext,
+        borrow: Borrow = as_it_is,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight_names(module, layers)

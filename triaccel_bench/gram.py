@@ -140,9 +140,13 @@ def leading(matrices: Tensor, sizes: Sequence[int], k: int) -> tuple[Spectrum, .
         sizes: n of each block.
     """
     finite = matrices.isfinite().all(2).all(1)
+    matrices = torch.where(finite[:, None, None], matrices, 0.0)
+    # Solvers fail on numbers whose squares underflow.
+    scale = matrices.abs().amax((1, 2)).clamp(min=torch.finfo(matrices.dtype).tiny)
+    matrices = matrices / scale[:, None, None]
     if matrices.shape[1] > ON_DEVICE:
-        matrices, finite = matrices.cpu(), finite.cpu()
-    values = torch.linalg.eigvalsh(torch.where(finite[:, None, None], matrices, 0.0)).flip(1)[:, :k]
+        matrices, scale = matrices.cpu().double(), scale.cpu()
+    values = torch.linalg.eigvalsh(matrices).flip(1)[:, :k] * scale[:, None]
     spectra = []
     for size, found, good in zip(sizes, values.tolist(), finite.tolist(), strict=True):
         top = [max(0.0, value) for value in (*found, *[0.0] * k)][: min(k, size)]

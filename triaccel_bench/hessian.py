@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from triaccel_bench.graphs import Pool, Replayed, clear_workspaces
 from triaccel_bench.lanczos import Product, Spectrum, lanczos, most_products, unit
-from triaccel_bench.probe import Borrow, Probe, leaving_no_trace, weight_names
+from triaccel_bench.probe import Borrow, Probe, as_it_is, leaving_no_trace, weight_names
 from triaccel_bench.settings import CurvatureSettings
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -59,7 +59,6 @@ class HessianEstimator:
             the two points add a jump that the Hessian does not have, often many times its size.
         seed: of the start vectors; no global generator is touched.
         loss: mean loss of ``(module, images, labels)``.
-        borrow: a context in which every layer computes in the dtype of its weight, without TF32.
         now: clock in seconds.
 
     Attributes:
@@ -77,7 +76,7 @@ class HessianEstimator:
         settings: CurvatureSettings,
         seed: int,
         loss: Loss = mean_cross_entropy,
-        borrow: Borrow = contextlib.nullcontext,
+        borrow: Borrow = as_it_is,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._borrow = borrow
@@ -118,7 +117,11 @@ class HessianEstimator:
             torch.cuda.synchronize(device)
         begun = self._now()
         spectra: dict[str, Spectrum] = {}
-        with self._borrow(), leaving_no_trace(self._objective, device), self._memory(pool, device) as pool:
+        with (
+            self._borrow(self.product != "exact"),
+            leaving_no_trace(self._objective, device),
+            self._memory(pool, device) as pool,
+        ):
             for name in tuple(self._turns):
                 allowed = self._iterations(name, priced=budget_seconds is not None)
                 if spectra and budget_seconds is not None:

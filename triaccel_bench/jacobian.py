@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from triaccel_bench import models
 from triaccel_bench.gram import gradients, gram, leading, products
 from triaccel_bench.graphs import Replayed
 from triaccel_bench.lanczos import Spectrum, projections
-from triaccel_bench.probe import Borrow, Probe, Tap, borrowed, output_gradients, tapped, weight_names
+from triaccel_bench.probe import Borrow, Probe, Tap, as_it_is, borrowed, output_gradients, tapped, weight_names
 from triaccel_bench.settings import CurvatureSettings
 
 MOST_ROWS = 512
@@ -64,7 +64,6 @@ class JacobianEstimator:
         module: a ``piecewise_linear`` classifier; neither copied nor changed.
         layers: names and modules, ``nn.Conv2d`` or ``nn.Linear``, each called once a forward pass.
         settings: ``k``, and ``tolerance`` where Lanczos has to find them.
-        borrow: a context in which every layer computes in the dtype of its weight, without TF32.
         now: clock in seconds.
 
     Raises:
@@ -76,7 +75,7 @@ class JacobianEstimator:
         module: nn.Module,
         layers: Mapping[str, nn.Module],
         settings: CurvatureSettings,
-        borrow: Borrow = nullcontext,
+        borrow: Borrow = as_it_is,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight_names(module, layers)
@@ -128,13 +127,17 @@ def _gram_matrices(
     classes = logits.shape[1]
     rows = classes * len(images)
     reduced = []
-    for names in _groups(layers, taps, classes * len(images)):
-        kept = {name: _Rows(layers[name], taps[name], classes) for name in names if name in taps}
-        for index in range(classes):
+    # The first layers hold the largest images: they come last, when what autograd saved can go.
+    groups = list(_groups(layers, taps, rows))[::-1]
+    for names in groups:
+        read = {name: taps.pop(name) for name in names if name in taps}
+        kept = {name: _Rows(layers[name], tap, classes) for name, tap in read.items()}
+        for index in range(classes if kept else 0):
+            again = index + 1 < classes or names is not groups[-1]
             direction = -probabilities
             direction[:, index] += 1.0
             direction *= probabilities[:, index, None].sqrt()
-            returned = output_gradients(logits, direction, [taps[name] for name in kept], retain_graph=True)
+            returned = output_gradients(logits, direction, read.values(), again)
             for each, dy in zip(kept.values(), returned, strict=True):
                 each.add(index, dy)
         matrices = images.new_zeros(len(names), rows, rows)
@@ -142,7 +145,7 @@ def _gram_matrices(
             if name in kept:
                 matrix.copy_(kept.pop(name).products())
         reduced.append(reduce(matrices))
-    return torch.cat(reduced)
+    return torch.cat(reduced[::-1])
 
 
 def _projected(matrices: Tensor) -> Tensor:
@@ -179,6 +182,17 @@ def _narrow(dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.float32 else dtype
 
 
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """TF32, whose rounding averages out over a row as well; the passes themselves have none of it."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
 class _Rows:
     """What is kept of one layer's backward passes: the rows themselves, or, if that is less, what came back."""
 
@@ -203,6 +217,7 @@ class _Rows:
     def products(self) -> Tensor:
         if self._held is None:
             return self._x.new_zeros(())
-        if self._directly:
-            return products(self._held)
-        return gram(self._layer, torch.cat([self._x] * self._classes), self._held)
+        with _tensor_cores():
+            if self._directly:
+                return products(self._held)
+            return gram(self._layer, torch.cat([self._x] * self._classes), self._held)

@@ -49,18 +49,22 @@ class _CastConv1d(_CastConvolution, nn.Conv1d): ...
 
 class _CastConv2d(_CastConvolution, nn.Conv2d):
     kernels = "torch"
+    differentiated_once = False
+    """Whether nobody will differentiate twice what it computes in evaluation mode either."""
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # A CPU keeps torch's own sums, so that its results are those of the plain model bit for bit.
         if not x.is_cuda or self.padding_mode != "zeros" or isinstance(self.padding, str):
             return super()._conv_forward(x, weight, bias)
-        if self.training and self.kernels == "triton" and self._is_plain():
+        once = self.training or self.differentiated_once or not torch.is_grad_enabled()
+        ours = once and self.kernels == "triton"
+        if ours and self._is_plain():
             if self.groups == self.in_channels == self.out_channels:
                 return depthwise_conv2d(x, weight, self.stride[0], self.padding[0], backend=self.kernels)
             if self._is_stem(weight):
                 return stem_conv2d(x, weight, self.stride[0], self.padding[0], backend=self.kernels)
         shape = self.stride, self.padding, self.dilation, self.groups
-        return conv2d(x, weight, bias, *shape, differentiable_once=self.training and self.kernels == "triton")
+        return conv2d(x, weight, bias, *shape, differentiable_once=ours)
 
     def _is_plain(self) -> bool:
         """Whether our kernels take its shape: alike in both dimensions, without dilation and bias."""
@@ -126,15 +130,23 @@ def current(network: Network) -> tuple[str, ...]:
 
 
 @contextmanager
-def strict_fp32(network: Network) -> Iterator[None]:
-    """Every layer in FP32 without TF32, for the curvature probe; the plan and flags come back afterwards."""
+def strict_fp32(network: Network, differentiated_once: bool = False) -> Iterator[None]:
+    """Every layer in FP32 without TF32, for the curvature probe; the plan and flags come back afterwards.
+
+    Kernels that can be differentiated only once serve if nobody will do it twice.
+    """
     plan = current(network)
     flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    convolutions = [layer for layer in network.layers.values() if isinstance(layer, _CastConv2d)]
     apply(network, ["fp32"] * len(plan))
     allow_tf32(False)
+    for layer in convolutions:
+        layer.differentiated_once = differentiated_once
     try:
         yield
     finally:
+        for layer in convolutions:
+            layer.__dict__.pop("differentiated_once", None)
         apply(network, plan)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
 

@@ -20,6 +20,7 @@ __all__ = [
     "Probe",
     "Spectrum",
     "Tap",
+    "as_it_is",
     "borrowed",
     "leaving_no_trace",
     "output_gradients",
@@ -27,8 +28,17 @@ __all__ = [
     "weight_names",
 ]
 
-Borrow = Callable[[], contextlib.AbstractContextManager]
-"""Entered around whatever runs the model in Python: puts its layers into the dtype of their weights, for one."""
+Borrow = Callable[[bool], contextlib.AbstractContextManager]
+"""Entered around whatever runs the model in Python: puts its layers into the dtype of their weights, without TF32.
+
+The argument tells that nothing will be differentiated twice.
+"""
+
+
+def as_it_is(differentiated_once: bool) -> contextlib.AbstractContextManager:
+    """The ``Borrow`` of a model whose layers compute in the dtype of their weights anyway."""
+    return contextlib.nullcontext()
+
 
 PROBED_DTYPES = (torch.float32, torch.float64)
 
@@ -96,8 +106,8 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextlib.contextmanager
 def borrowed(module: nn.Module, borrow: Borrow) -> Iterator[None]:
-    """``borrow`` and ``leaving_no_trace`` on the device of the module."""
-    with borrow(), leaving_no_trace(module, next(module.parameters()).device):
+    """``borrow`` for a model differentiated once, and ``leaving_no_trace`` on its device."""
+    with borrow(True), leaving_no_trace(module, next(module.parameters()).device):
         yield
 
 
