@@ -89,7 +89,7 @@ class JacobianEstimator:
         self._k, self._tolerance = settings.k, settings.tolerance
         self._now = now
         self._projections = Replayed(
-            partial(_gram_matrices, module, self._layers, _projected), partial(borrowed, module, borrow)
+            partial(_projected_gram_matrices, module, self._layers), partial(borrowed, module, borrow)
         )
 
     @property
@@ -117,16 +117,15 @@ class JacobianEstimator:
         return replace(found, converged=gain <= self._tolerance * found.eigenvalues[0])
 
 
-def _gram_matrices(
-    module: nn.Module, layers: Mapping[str, nn.Module], reduce: Callable[[Tensor], Tensor], images: Tensor
-) -> Tensor:
-    """What ``reduce`` makes of Gram matrices (L, rows, rows), rows = classes x N, of zeros for a layer not called."""
+def _projected_gram_matrices(module: nn.Module, layers: Mapping[str, nn.Module], images: Tensor) -> Tensor:
+    """(L, rows, rows) with rows = classes x N, or less where they are projected; of zeros for a layer not called."""
     with torch.enable_grad(), tapped(layers) as taps:
         logits = module(images)
     probabilities = logits.detach().softmax(1)
     classes = logits.shape[1]
     rows = classes * len(images)
-    reduced = []
+    places = {name: place for place, name in enumerate(layers)}
+    matrices = images.new_zeros(len(layers), rows, rows)
     # The first layers hold the largest images: they come last, when what autograd saved can go.
     groups = list(_groups(layers, taps, rows))[::-1]
     for names in groups:
@@ -140,12 +139,9 @@ def _gram_matrices(
             returned = output_gradients(logits, direction, read.values(), again)
             for each, dy in zip(kept.values(), returned, strict=True):
                 each.add(index, dy)
-        matrices = images.new_zeros(len(names), rows, rows)
-        for matrix, name in zip(matrices, names, strict=True):
-            if name in kept:
-                matrix.copy_(kept.pop(name).products())
-        reduced.append(reduce(matrices))
-    return torch.cat(reduced[::-1])
+        for name in read:
+            matrices[places[name]] = kept.pop(name).products()
+    return _projected(matrices)
 
 
 def _projected(matrices: Tensor) -> Tensor:
