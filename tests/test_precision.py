@@ -142,6 +142,18 @@ def test_strict_fp32_restores_plan_and_flags_even_after_an_error():
         precision.allow_tf32(False)
 
 
+def test_convolutions_and_norms_know_within_strict_fp32_alone_how_often_they_are_differentiated():
+    network = prepared("efficientnet_b0")
+    told = [part for part in network.module.modules() if isinstance(part, (torch.nn.Conv2d, models.Norm))]
+    assert not any(part.differentiated_once for part in told)
+    with precision.strict_fp32(network, differentiated_once=True):
+        assert all(part.differentiated_once for part in told)
+        with precision.strict_fp32(network):
+            assert not any(part.differentiated_once for part in told)
+        assert not any(part.differentiated_once for part in told), "the safe answer, which is the slower one"
+    assert not any(part.differentiated_once for part in told)
+
+
 def test_copies_take_the_gradient_and_follow_the_plan():
     network = prepared("resnet8")
     parameters = list(network.module.parameters())

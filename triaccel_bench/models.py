@@ -23,6 +23,7 @@ from torchvision.models.efficientnet import MBConv
 from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.ops import Conv2dNormActivation, SqueezeExcitation, StochasticDepth
 
+from triaccel_bench.kernels.affine import affine_norm_act
 from triaccel_bench.kernels.excite import excite, squeeze
 from triaccel_bench.kernels.norm import batch_norm_act, finished
 from triaccel_bench.settings import ModelSettings
@@ -91,10 +92,13 @@ class Norm(nn.BatchNorm2d):
     """BatchNorm with what follows it: ``activation((normalised x) * sample_scale + residual)``.
 
     With two ``branches`` the result comes twice, for two readers. ``kernels`` is the backend of
-    training passes; evaluation is torch's own operations, which can be differentiated twice.
+    training passes, and of evaluation where nobody differentiates twice or by weight and bias;
+    elsewhere evaluation is torch's own operations.
     """
 
     kernels = "torch"
+    differentiated_once = False
+    """Whether nobody will differentiate twice what it computes in evaluation mode either."""
     counted = False
     """Whether somebody else counts this layer's batches."""
 
@@ -107,15 +111,26 @@ class Norm(nn.BatchNorm2d):
         out_dtype: torch.dtype | None = None,
         branches: int = 1,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        if not self.training and sample_scale is None and self._evaluates_by_kernel(x):
+            y = affine_norm_act(
+                x,
+                self.weight,
+                self.bias,
+                self.running_mean,
+                self.running_var,
+                self.eps,
+                activation=activation,
+                residual=self._fitting(residual, x),
+                out_dtype=out_dtype,
+                backend=self.kernels,
+            )
+            return y if branches == 1 else (y, y)
         if not self.training or self.momentum is None:
             # Without a momentum the running statistics are averages over all batches so far.
             y = finished(super().forward(x), activation, residual, sample_scale, out_dtype)
             return y if branches == 1 else (y, y)
         if not self.counted:
             self.num_batches_tracked.add_(1)
-        if residual is not None and self.kernels == "triton":
-            # A kernel for every pair of dtypes would be compiled in the middle of training.
-            residual = residual.to(x.dtype)
         return batch_norm_act(
             x,
             self.weight,
@@ -125,12 +140,22 @@ class Norm(nn.BatchNorm2d):
             self.momentum,
             self.eps,
             activation=activation,
-            residual=residual,
+            residual=self._fitting(residual, x),
             sample_scale=sample_scale,
             out_dtype=out_dtype,
             branches=branches,
             backend=self.kernels,
         )
+
+    def _evaluates_by_kernel(self, x: Tensor) -> bool:
+        if self.kernels != "triton" or not x.is_cuda:
+            return False
+        frozen = not (self.weight.requires_grad or self.bias.requires_grad)
+        return not torch.is_grad_enabled() or (self.differentiated_once and frozen)
+
+    def _fitting(self, residual: Tensor | None, x: Tensor) -> Tensor | None:
+        """The residual in the dtype of x: a kernel for every pair would be compiled in the middle of training."""
+        return residual if residual is None or self.kernels != "triton" else residual.to(x.dtype)
 
 
 _ACTIVATION_NAMES = {nn.ReLU: "relu", nn.SiLU: "silu"}

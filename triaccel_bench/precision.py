@@ -137,16 +137,16 @@ def strict_fp32(network: Network, differentiated_once: bool = False) -> Iterator
     """
     plan = current(network)
     flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    convolutions = [layer for layer in network.layers.values() if isinstance(layer, _CastConv2d)]
+    told = [part for part in network.module.modules() if hasattr(type(part), "differentiated_once")]
     apply(network, ["fp32"] * len(plan))
     allow_tf32(False)
-    for layer in convolutions:
-        layer.differentiated_once = differentiated_once
+    for part in told:
+        part.differentiated_once = differentiated_once
     try:
         yield
     finally:
-        for layer in convolutions:
-            layer.__dict__.pop("differentiated_once", None)
+        for part in told:
+            part.__dict__.pop("differentiated_once", None)
         apply(network, plan)
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
 
