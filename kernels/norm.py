@@ -20,8 +20,10 @@ ONE_LAUNCH_AREA = 8
 """Pixels of an image up to which a program reads all rows of its channels twice: cheaper than a second launch."""
 NARROW_IMAGE = 5632
 """Elements of an image below which a hundred of them leave multiprocessors without one of the wide tiles."""
-WIDE_TILE, NARROW_TILE, CHANNELS_A_PROGRAM = 4096, 2048, 32
-"""Elements a tile of 8 and of 4 warps, and its channels if they are adjacent in memory: 64 bytes in 16 bits."""
+WIDE_TILE, NARROW_TILE = 4096, 2048
+"""Elements a tile of 8 and of 4 warps."""
+WIDE_CHANNELS, CHANNELS_A_PROGRAM = 64, 32
+"""Channels a program if they are adjacent in memory (128 and 64 bytes in 16 bits); the more in wide tiles they fill."""
 
 
 def batch_norm_act_reference(
@@ -491,11 +493,10 @@ class _Plan:
             block_c = min(8, triton.next_power_of_2(channels))
             block_r, warps = (128, 4) if area == 1 else (512, 8)
         else:
-            widest = CHANNELS_A_PROGRAM if channels_last or area < 16 else 8
-            block_c = min(widest, triton.next_power_of_2(channels))
-            block_r, warps = WIDE_TILE // block_c, 8
-            if area * channels < NARROW_IMAGE:
-                block_r, warps = NARROW_TILE // block_c, 4
+            narrow = area * channels < NARROW_IMAGE
+            widest = CHANNELS_A_PROGRAM if narrow or channels % WIDE_CHANNELS else WIDE_CHANNELS
+            block_c = min(widest if channels_last or area < 16 else 8, triton.next_power_of_2(channels))
+            block_r, warps = (NARROW_TILE // block_c, 4) if narrow else (WIDE_TILE // block_c, 8)
         blocks = triton.cdiv(channels, block_c)
         all_tiles = triton.cdiv(rows, block_r)
         # One wave of two programs of eight warps, or four of four, on each multiprocessor.

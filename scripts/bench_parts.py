@@ -127,19 +127,21 @@ def floor(bench: Bench, model: str, kind: str, batch: int, cell: str) -> Figures
 
 
 def capture_cost(bench: Bench, cell: str, *overrides: str) -> Figures:
-    """What a new plan costs before its steps are replayed: the eager step that warms it up, and the capture."""
+    """Seconds that a new plan costs before its steps are replayed: a capture, for a batch size captured before."""
     made = bench.trainer(*overrides)
     engine, indices = made.engine, made.data.order[: made.settings.method.batch.initial]
-    eager, captured = [], []
+    for _ in range(CAPTURED_AFTER):
+        engine.step(indices)
+    seconds, eager_steps = [], 0
     for _ in range(bench.repeats):
         engine.set_plan(made.method.decision.executed)
-        moments = [made.clock.read()]
-        for _ in range(CAPTURED_AFTER):
-            engine.step(indices)
-            moments.append(made.clock.read())
-        eager.append(1e3 * (moments[1] - moments[0]))
-        captured.append(moments[2] - moments[1])
-    return {f"eager_step/{cell}": median_of(eager), f"capture/{cell}": median_of(captured, replay="included")}
+        began, outcome = made.clock.read(), ""
+        while outcome not in ("captured", "eager"):
+            outcome = engine.step(indices)
+            eager_steps += outcome != "captured"
+        seconds.append(made.clock.read() - began)
+    besides = {"replay": "included", "eager_steps": eager_steps, "eager_reason": engine.eager_reason}
+    return {f"capture/{cell}": median_of(seconds, **besides)}
 
 
 def plain_memory(bench: Bench, row: str, *flags: str) -> Figures:

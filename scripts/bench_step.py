@@ -258,7 +258,7 @@ def all_jobs() -> list[Job]:
         row = f"plain_memory/efficientnet_b0/{name}"
         jobs.append(Job({row: "GB"}, bench_parts.plain_memory, (row, *flags)))
     for cell in (first, "efficientnet_b0/amp"):
-        rows = {f"eager_step/{cell}": "ms", f"capture/{cell}": "s"}
+        rows = {f"capture/{cell}": "s"}
         jobs.append(Job(rows, bench_parts.capture_cost, (cell, *_overrides(cell)), True))
         rows = {f"{what}/{cell}": "us" for what in ("moments", "finite_check", "sgd")}
         jobs.append(Job(rows, bench_parts.update_passes, (cell, *_overrides(cell)), True))

@@ -78,7 +78,7 @@ def changed(made: Trainer, **changes: Any) -> CurvatureSettings:
 def estimator_of(made: Trainer, **changes: Any) -> Estimator:
     """As the run's own, but for ``changes`` of its settings."""
     module, layers = made.network.module, made.network.layers
-    return curvature.build(module, layers, changed(made, **changes), SEED, _borrow_of(made))
+    return curvature.build(module, layers, changed(made, **changes), SEED, _borrow_of(made), made.hardware.kernels)
 
 
 def _borrow_of(made: Trainer) -> Borrow:

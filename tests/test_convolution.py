@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from triaccel_bench.convolution import Taps, conv2d, live_taps
+from triaccel_bench.convolution import Taps, WeightGradients, _Forked, conv2d, live_taps
+from triaccel_bench.graphs import Graph
 
 CASES = [
     # size, kernel, stride, padding, dilation
@@ -93,3 +94,59 @@ def test_a_strided_point_convolution_in_16_bit_is_the_convolution(stride):
     for ours, theirs in zip(*results, strict=True):
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=5e-2)
+
+
+def test_a_forked_convolution_is_the_convolution():
+    results = []
+    for convolve in (_Forked.apply, lambda x, weight, *shape: functional.conv2d(x, weight, None, *shape)):
+        x, weight, _ = operands(5, 3)
+        y = convolve(x, weight, (2, 2), (1, 1), (1, 1))
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, weight.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_weight_gradients_run_apart_only_where_they_are_captured():
+    assert not WeightGradients.apart()
+    with WeightGradients():
+        assert not WeightGradients.apart()  # nothing is being captured
+        x, weight, _ = operands(5, 3)
+        y = conv2d(x, weight, None, (1, 1), (1, 1), (1, 1), 1, differentiable_once=True)
+        assert "Forked" not in type(y.grad_fn).__name__
+    assert WeightGradients._active is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_captured_weight_gradients_beside_the_rest_are_the_same(channels_last, monkeypatch):
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(16, 16, 3, 3, generator=generator).mul(0.1) for _ in range(6)]
+    x = torch.randn(8, 16, 9, 9, generator=generator).cuda().contiguous(memory_format=layout)
+    found = []
+    for apart in (True, False):
+        if not apart:
+            monkeypatch.setattr(WeightGradients, "apart", classmethod(lambda cls: False))
+        leaves = [weight.cuda().contiguous(memory_format=layout).requires_grad_() for weight in weights]
+        formed = []
+
+        def step(leaves=leaves, formed=formed):
+            for leaf in leaves:
+                leaf.grad = None
+            with WeightGradients():
+                y = x.clone().requires_grad_()
+                for leaf in leaves:
+                    y = conv2d(y, leaf, None, (1, 1), (1, 1), (1, 1), 1, differentiable_once=True).relu()
+                y.square().sum().backward()
+                formed.append(len(WeightGradients._active._formed))
+            return [leaf.grad for leaf in leaves]
+
+        graph = Graph(step)
+        for _ in range(20):
+            results = [gradient.clone() for gradient in graph.replay()]
+        assert formed == [0, 6 if apart else 0]  # the warm-up is no capture
+        found.append(results)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from triaccel_bench.graphs import CaptureError, Graph, Pool, peak_allocated, reset_peak
+from triaccel_bench.graphs import CaptureError, Graph, Pool, Replayed, peak_allocated, reset_peak
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -181,3 +181,46 @@ def test_a_pool_outlives_its_graphs_and_hands_their_memory_on():
     pool.release()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < one
+
+
+@pytest.mark.gpu
+@needs_card
+def test_a_lent_pool_survives_a_failed_capture():
+    value = torch.ones(1 << 20, device="cuda")
+
+    def waits():
+        return value * float(value.sum())
+
+    pool = Pool()
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="stream is capturing"):
+            Graph(waits, pool=pool.handle)
+        graph = Graph(lambda: value * 2, pool=pool.handle)
+        assert float(graph.replay()[0]) == 2.0
+        graph.release()
+    before = torch.cuda.memory_reserved()
+    pool.release()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < before
+
+
+@pytest.mark.gpu
+@needs_card
+def test_a_replayed_function_follows_its_inputs_shapes_and_pool():
+    calls = []
+
+    def function(x, y):
+        calls.append(x.shape)
+        return x @ y
+
+    replayed = Replayed(function)
+    pools = Pool(), Pool()
+    for pool in (None, pools[0].handle, pools[0].handle, pools[1].handle, None):
+        for size in (4, 4, 6):
+            x, y = torch.rand(size, size, device="cuda"), torch.rand(size, size, device="cuda")
+            torch.testing.assert_close(replayed(x, y, pool=pool), x @ y)
+            assert (replayed.peak_bytes > 0) == (pool is not None)
+    # Without a pool 3 calls; with one, each change of shape or pool takes a warm-up and a capture.
+    assert len(calls) == 3 + 2 * 2 + 2 * 2 + 2 * 2 + 3 and replayed.eager_reason is None
+    for pool in pools:
+        pool.release()

@@ -102,6 +102,27 @@ def test_unknown_parts_do_not_qualify():
             estimator(module)
 
 
+def test_parts_in_two_places_other_padding_and_batch_statistics_do_not_qualify():
+    layer = nn.Linear(4, 4)
+    tied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    tied[2].weight = tied[0].weight
+    for module in (
+        nn.Sequential(layer, nn.ReLU(), layer),
+        tied,
+        nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")),
+        nn.Sequential(nn.Conv2d(2, 2, 3), nn.BatchNorm2d(2, track_running_stats=False)),
+    ):
+        assert not piecewise_linear(module)
+    relu = nn.ReLU()
+    assert not piecewise_linear(nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4), relu))  # careful, not wrong
+
+
+def test_what_is_no_classifier_is_named():
+    module = nn.Sequential(nn.Conv2d(1, 2, 1))
+    with pytest.raises(ValueError, match=r"logits: expected \[6, classes\], got \[6, 2, 2, 2\]"):
+        estimator(module).probe(torch.randn(6, 1, 2, 2), torch.zeros(6), None)
+
+
 def test_which_estimator_serves_which_settings():
     relu, smooth, grouped = network(), network(activation=nn.SiLU), network("depthwise", nn.SiLU)
 
@@ -115,6 +136,8 @@ def test_which_estimator_serves_which_settings():
     assert isinstance(built(smooth, estimator="fisher"), FisherEstimator)
     with pytest.raises(ValueError, match="product=jacobian"):
         built(smooth, product="jacobian")
+    with pytest.raises(ValueError, match="expected at most 512 rows .* got 171 x 3; lower"):
+        built(relu, product="jacobian", batch=171)
 
 
 @pytest.mark.parametrize("changes", [{}, {"product": "exact"}, {"estimator": "fisher"}], ids=str)

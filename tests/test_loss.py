@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from triaccel_bench.kernels import loss as loss_module
 from triaccel_bench.kernels.backend import INTERPRETED, triton
-from triaccel_bench.kernels.loss import cross_entropy
+from triaccel_bench.kernels.loss import cross_entropy, sampled_gradient
 
 INF, NAN = math.inf, math.nan
 
@@ -253,3 +253,57 @@ def test_batch_sizes_share_one_compiled_kernel():
     for rows in (1, 2, 7, 16, 33, 128, 1000):
         cross_entropy(*case(rows, 10, device="cuda"), scalar(1.0, "cuda"), backend="triton")
     assert variants(kernel) == before
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("rows, classes", [(1, 2), (7, 10), (33, 100), (3, 1000), (2, 1)])
+def test_a_sampled_gradient_is_that_of_the_class_where_the_distribution_passes_the_draw(place, dtype, rows, classes):
+    backend, device = place
+    logits, _ = case(rows, classes, dtype, device)
+    draws = torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(device, torch.float32)
+    probabilities = logits.double().softmax(1)
+    steps = probabilities.cumsum(1)
+    assert (steps - draws[:, None].double()).abs().min() > 1e-5  # no draw so near a step that rounding would decide
+    labels = (steps <= draws[:, None]).sum(1)
+    expected = probabilities - functional.one_hot(labels, classes)
+    gradient = sampled_gradient(logits, draws, backend=backend)
+    assert gradient.dtype == dtype and gradient.shape == logits.shape
+    rounding = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
+    assert errors(gradient, expected) <= rounding
+
+
+@on_every_backend
+def test_sampled_labels_at_the_ends_and_in_any_strides(place):
+    backend, device = place
+    logits = torch.tensor([[0.0, -200.0, 0.0], [5.0, 5.0, -200.0]], device=device).T.contiguous().T
+    assert logits.stride() == (1, 2)
+    largest = torch.tensor([1 - 2.0**-24] * 2, device=device)
+    smallest = torch.zeros(2, device=device)
+    for draws, labels in ((largest, [2, 1]), (smallest, [0, 0])):
+        found = sampled_gradient(logits, draws, backend=backend).argmin(1)
+        assert found.tolist() == labels
+    assert sampled_gradient(logits.double(), smallest, backend=backend).dtype == torch.float64
+    logits[0, 1] = NAN
+    assert sampled_gradient(logits, smallest, backend=backend)[0].isnan().all()
+
+
+@on_every_backend
+def test_a_sampled_gradient_of_an_all_but_certain_class_keeps_its_digits(place):
+    backend, device = place
+    logits = torch.tensor([[0.0, -17.0, -18.0]], device=device)
+    truth = logits.double().softmax(1)
+    found = sampled_gradient(logits, torch.tensor([0.5], device=device), backend=backend)
+    expected = torch.stack((-truth[0, 1] - truth[0, 2], truth[0, 1], truth[0, 2]))
+    torch.testing.assert_close(found[0].double(), expected, rtol=1e-5, atol=0)
+
+
+def test_draws_that_do_not_fit_are_refused():
+    logits, _ = case(3, 4)
+    for draws, message in (
+        (torch.zeros(2), r"draws: expected torch.float32 \[3\]"),
+        (torch.zeros(3, dtype=torch.float16), "got torch.float16"),
+        (torch.zeros(6)[::2], "expected a contiguous tensor"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sampled_gradient(logits, draws, backend="torch")

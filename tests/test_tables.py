@@ -253,6 +253,16 @@ def test_a_controller_that_never_moved_anything_is_named(method, change, idle):
     assert (said in table.footers) == idle
 
 
+@pytest.mark.parametrize(("make", "whole"), [(table1, "Tri-Accel"), (table2, "+ Full Tri-Accel")])
+def test_curvature_that_is_not_the_hessians_is_named(make, whole):
+    fisher = {"method": {"curvature": {"estimator": "fisher"}}}
+    reading = [run(method=method, tree=fisher) for method in ("triaccel_curvature", "triaccel")]
+    others = [run(tree=fisher), run(method="triaccel_precision", tree=fisher), run(method="triaccel_curvature_batch")]
+    said = f"+ Curvature, {whole}: curvature of the Fisher information (method.curvature.estimator=fisher)."
+    assert [text for text in make(Results((*reading, *others))).footers if "curvature of" in text] == [said]
+    assert not any("curvature of" in text for text in make(Results(tuple(others))).footers)
+
+
 def test_the_batch_is_b_itself_where_it_did_not_move():
     fixed = epoch(batch_mean=95.8)
     moved = [epoch(batch_mean=80.0, batch_min=64, batch_max=96), fixed]

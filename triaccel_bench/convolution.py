@@ -8,6 +8,8 @@ three channels of an image are filled up with zeros to what the 16-bit matrix un
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,6 +22,9 @@ from triaccel_bench.kernels import depthwise
 MATRIX_CHANNELS = 8
 """Channels (16 bytes) that the 16-bit matrix units take at a time; with fewer a library falls back to slow kernels."""
 
+
+SMALL = 2**31
+"""Multiply-adds of a convolution up to which its gradients leave multiprocessors idle: then two run at a time."""
 
 HALVES_AT_ONCE = 4
 """16-bit elements that are copied as one of 64 bits."""
@@ -67,6 +72,10 @@ def conv2d(
         wide = x.element_size() == 2 and x.shape[1] % HALVES_AT_ONCE == 0
         if window == (1, 1) and bias is None and wide and differentiable_once:
             return _SparsePoints.apply(x, weight, stride)
+    if differentiable_once and groups == 1 and bias is None and weight.is_leaf and WeightGradients.apart():
+        positions = x.shape[0] * x.shape[2] * x.shape[3] // (stride[0] * stride[1])
+        if positions * weight.numel() <= SMALL:
+            return _Forked.apply(x, weight, stride, padding, dilation)
     return functional.conv2d(x, weight, bias, stride, padding, dilation, groups)
 
 
@@ -103,6 +112,94 @@ class _LiveTaps(torch.autograd.Function):
         whole = gradient.new_empty_strided(ctx.shape, ctx.strides).zero_()
         whole[:, :, ctx.rows.first : ctx.rows.last, ctx.columns.first : ctx.columns.last] = gradient
         return whole, None, None
+
+
+class WeightGradients:
+    """Runs captured convolutions' weight gradients beside the rest of a backward pass, which does not read them.
+
+    One convolution's may lag behind what follows it, no more, so that little memory is held for it.
+    As a context it stands around a forward and a backward pass; when it is left, all gradients are there.
+    """
+
+    _active: WeightGradients | None = None
+    """Not a context variable: torch runs backward passes on a thread of its own."""
+
+    @classmethod
+    def apart(cls) -> bool:
+        """Whether a convolution that is called now shall leave its weight's gradient to us."""
+        return cls._active is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+    def __init__(self) -> None:
+        self._lagging: list[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = []
+        self._formed: list[tuple[Tensor, int]] = []
+
+    def __enter__(self) -> None:
+        WeightGradients._active = self
+
+    def __exit__(self, *_: object) -> None:
+        WeightGradients._active = None
+        self._wait(0)
+        moved = [weight for weight, place in self._formed if weight.grad is None or weight.grad.data_ptr() != place]
+        if moved:
+            raise RuntimeError(
+                f"{len(moved)} weight gradients: expected .grad to be the tensors that were formed, got copies that "
+                "were made before; run with engine.graphs=false and report it"
+            )
+
+    def add(self, form: Callable[[], Tensor], weight: Tensor, *operands: Tensor) -> Tensor:
+        """``form()`` on the second stream; ``operands`` are what it reads."""
+        current, second = torch.cuda.current_stream(), _second_stream(weight.device)
+        second.wait_stream(current)
+        with torch.cuda.stream(second):
+            gradient = form()
+            done = torch.cuda.Event()
+            done.record()
+        self._lagging.append((done, operands))
+        if gradient.stride() == weight.stride():
+            self._wait(1)
+            self._formed.append((weight, gradient.data_ptr()))
+        else:
+            # Autograd will copy it, at once.
+            self._wait(0)
+        return gradient
+
+    def _wait(self, most: int) -> None:
+        while len(self._lagging) > most:
+            done, _ = self._lagging.pop(0)
+            torch.cuda.current_stream().wait_event(done)
+
+
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+class _Forked(torch.autograd.Function):
+    """A convolution whose weight gradient may run beside what follows it."""
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.shape = stride, padding, dilation
+        return functional.conv2d(x, weight, None, stride, padding, dilation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        x, weight = ctx.saved_tensors
+
+        def formed(*wanted: bool) -> tuple[Tensor | None, ...]:
+            return torch.ops.aten.convolution_backward(
+                gradient, x, weight, None, *ctx.shape, False, (0, 0), 1, (*wanted, False)
+            )
+
+        beside = WeightGradients._active
+        if beside is None or not (ctx.needs_input_grad[0] and ctx.needs_input_grad[1]):
+            return *formed(*ctx.needs_input_grad[:2])[:2], None, None, None
+        dweight = beside.add(lambda: formed(False, True)[1], weight, x, gradient)
+        return formed(True, False)[0], dweight, None, None, None
 
 
 class _SparsePoints(torch.autograd.Function):

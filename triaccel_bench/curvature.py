@@ -21,6 +21,7 @@ def build(
     settings: CurvatureSettings,
     seed: int,
     borrow: Borrow = as_it_is,
+    kernels: str = "torch",
 ) -> Estimator:
     """The estimator that ``settings`` ask for; of the mean cross-entropy of (N, classes) logits.
 
@@ -32,9 +33,15 @@ def build(
         ValueError: as the estimator does.
     """
     if settings.estimator == "fisher":
-        return FisherEstimator(module, layers, settings, seed, borrow)
+        return FisherEstimator(module, layers, settings, seed, borrow, kernels)
     classes = next((len(layer.weight) for layer in reversed(layers.values())), 0)
-    small = settings.batch * classes <= MOST_ROWS
+    rows = settings.batch * classes
+    small = rows <= MOST_ROWS
+    if settings.product == "jacobian" and not small:
+        raise ValueError(
+            f"method.curvature.product=jacobian: expected at most {MOST_ROWS} rows (method.curvature.batch x classes), "
+            f"got {settings.batch} x {classes}; lower method.curvature.batch, or take product=exact"
+        )
     if settings.product == "jacobian" or (settings.product == "auto" and small and piecewise_linear(module)):
         return JacobianEstimator(module, layers, settings, borrow)
     return HessianEstimator(module, layers, settings, seed, borrow=borrow)
@@ -63,6 +70,7 @@ def eigenvalues(
     settings: CurvatureSettings,
     seed: int = 0,
     borrow: Borrow = as_it_is,
+    kernels: str = "torch",
 ) -> LayerEigenvalues:
     """Read every layer once, whatever it takes; ``module`` is as before afterwards.
 
@@ -70,7 +78,7 @@ def eigenvalues(
         borrow: needed where layers may compute in another dtype than that of their weights.
         images, labels: (N, C, H, W) and (N,), on the model's device; ``settings.batch`` is not read.
     """
-    probe = build(module, layers, settings, seed, borrow).probe(images, labels, None)
+    probe = build(module, layers, settings, seed, borrow, kernels).probe(images, labels, None)
     spectra = dict(zip(probe.layers, probe.spectra, strict=True))
     values = torch.full((len(layers), settings.k), float("nan"), dtype=torch.float64)
     for row, name in zip(values, layers, strict=True):

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from triaccel_bench import models, precision
+from triaccel_bench.convolution import WeightGradients
 from triaccel_bench.graphs import CaptureError, Graph, Pool
 from triaccel_bench.kernels.bookkeeping import COUNTERS, StepScalars
 from triaccel_bench.kernels.loss import cross_entropy
@@ -194,10 +195,11 @@ class Engine:
 
     def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Loss and correctness of each sample; leaves gradients of the mean loss, scaled if FP16 runs, in ``.grad``."""
-        logits = self.network.module(images)
-        scale = self.scalars.loss_scale if self._scaled else self._one
-        losses, correct, gradient = cross_entropy(logits.detach(), labels, scale, backend=self._kernels)
-        logits.backward(gradient)
+        with WeightGradients():
+            logits = self.network.module(images)
+            scale = self.scalars.loss_scale if self._scaled else self._one
+            losses, correct, gradient = cross_entropy(logits.detach(), labels, scale, backend=self._kernels)
+            logits.backward(gradient)
         return losses, correct
 
     @torch.no_grad()
@@ -288,9 +290,9 @@ class Engine:
                 self._pool = self._pool or Pool()
                 graph = Graph(lambda: function(*slots), pool=self._pool.handle, warmup=0)
         except CaptureError as error:
+            self._give_memory_back()
             if warmed:
                 self.eager_reason = f"a step cannot be captured: {error}"
-                self._give_memory_back()
             else:
                 # Something still had to be loaded; an eager step does that.
                 self._tries_cold = False

@@ -21,7 +21,17 @@ from torch import Tensor, nn
 
 from triaccel_bench.gram import gram, leading
 from triaccel_bench.graphs import Replayed
-from triaccel_bench.probe import Borrow, Probe, as_it_is, borrowed, output_gradients, tapped, weight_names
+from triaccel_bench.kernels.loss import sampled_gradient
+from triaccel_bench.probe import (
+    Borrow,
+    Probe,
+    as_it_is,
+    borrowed,
+    classifier_output,
+    output_gradients,
+    tapped,
+    weight_names,
+)
 from triaccel_bench.settings import CurvatureSettings
 
 
@@ -34,6 +44,7 @@ class FisherEstimator:
         layers: names and modules, ``nn.Conv2d`` or ``nn.Linear``, each called once a forward pass.
         settings: ``k``.
         seed: of the drawn labels; no global generator is touched.
+        kernels: the backend, ``triton`` or ``torch``, that draws labels.
         now: clock in seconds.
 
     Raises:
@@ -47,6 +58,7 @@ class FisherEstimator:
         settings: CurvatureSettings,
         seed: int,
         borrow: Borrow = as_it_is,
+        kernels: str = "torch",
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight_names(module, layers)
@@ -55,7 +67,9 @@ class FisherEstimator:
         self._k = settings.k
         self._random = random.Random(seed)
         self._now = now
-        self._matrices = Replayed(partial(_gram_matrices, module, self._layers), partial(borrowed, module, borrow))
+        self._matrices = Replayed(
+            partial(_gram_matrices, module, self._layers, kernels), partial(borrowed, module, borrow)
+        )
 
     @property
     def eager_reason(self) -> str | None:
@@ -71,22 +85,20 @@ class FisherEstimator:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begun = self._now()
-        draws = torch.tensor([self._random.random() for _ in range(len(images))], dtype=torch.float64).to(device)
+        draws = torch.tensor([self._random.random() for _ in range(len(images))]).to(device)
         matrices = self._matrices(images, draws, pool=pool)
-        spectra = leading(matrices / len(images), self._sizes, self._k)
+        # On the host: the libraries that CUDA's solver needs take longer to load than a run's probes.
+        spectra = leading(matrices.cpu() / len(images), self._sizes, self._k)
         return Probe(tuple(self._layers), spectra, self._now() - begun, 1, self._matrices.peak_bytes)
 
 
-def _gram_matrices(module: nn.Module, layers: Mapping[str, nn.Module], images: Tensor, draws: Tensor) -> Tensor:
+def _gram_matrices(
+    module: nn.Module, layers: Mapping[str, nn.Module], kernels: str, images: Tensor, draws: Tensor
+) -> Tensor:
     """(L, N, N), of zeros for a layer that is not called."""
     with torch.enable_grad(), tapped(layers) as taps:
-        logits = module(images)
-        if logits.dim() != 2 or len(logits) != len(images):
-            raise ValueError(
-                f"logits: expected [{len(images)}, classes], got {list(logits.shape)}; "
-                "the Fisher information needs a classifier, method.curvature.estimator=hessian does not"
-            )
-        direction = _gradient_at_drawn_labels(logits.detach(), draws)
+        logits = classifier_output(module, images)
+        direction = sampled_gradient(logits.detach(), draws, backend=kernels)
         returned = dict(zip(taps, output_gradients(logits, direction, taps.values()), strict=True))
     matrices = images.new_zeros(len(layers), len(images), len(images))
     for matrix, (name, layer) in zip(matrices, layers.items(), strict=True):
@@ -94,12 +106,3 @@ def _gram_matrices(module: nn.Module, layers: Mapping[str, nn.Module], images: T
         if dy is not None:
             matrix.copy_(gram(layer, taps.pop(name).x, dy))
     return matrices
-
-
-def _gradient_at_drawn_labels(logits: Tensor, draws: Tensor) -> Tensor:
-    """d(-log softmax(z)[y]) / dz = softmax(z) - onehot(y), y where the distribution function passes ``draws`` (N,)."""
-    probabilities = logits.softmax(1)
-    below = probabilities.double().cumsum(1) <= draws[:, None]
-    # Rounding can leave the last sum below a draw.
-    label = below.sum(1).clamp(max=logits.shape[1] - 1)
-    return probabilities.scatter_add(1, label[:, None], probabilities.new_full((1, 1), -1.0).expand(len(logits), 1))

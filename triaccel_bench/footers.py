@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from triaccel_bench.cells import Cell
-from triaccel_bench.labels import layer_mix
+from triaccel_bench.labels import ESTIMATORS, layer_mix
 from triaccel_bench.records import Provenance
 
 NOT_MEASURED = "n/a"
@@ -108,6 +108,19 @@ def _reason(cell: Cell) -> str:
             "so these rows' arithmetic is FP32's"
         )
     return f"{cell.device_name} has no native BF16 (method.precision.bf16_substitute={precision['bf16_substitute']})"
+
+
+def estimators(found: list[Cell], name: Names) -> list[str]:
+    """Rows whose curvature is another than the paper's."""
+    others = [cell for cell in found if _probes(cell) and _estimator(cell) != next(iter(ESTIMATORS))]
+    return [
+        f"{names}: curvature of the {ESTIMATORS.get(estimator, estimator)} (method.curvature.estimator={estimator})."
+        for estimator, names in _alike(others, name, _estimator)
+    ]
+
+
+def _estimator(cell: Cell) -> str:
+    return cell.settings["method"]["curvature"]["estimator"]
 
 
 def idle_controllers(found: list[Cell], name: Names) -> list[str]:

@@ -35,9 +35,6 @@ Way = Literal["positions", "direct"]
 LIMIT_BYTES = 16 * 2**20
 """Temporary memory of one layer, beside a copy of ``dy``; small beside the activations of a training step."""
 
-ON_DEVICE = 32
-"""Rows up to which CUDA solves all matrices in one launch; more would take it longer than the host."""
-
 SHORTEST_PART, PARTIAL_ELEMENTS = 256, 2**18
 """Long rows are multiplied in parts, at least so long and of so many results in all: an N x N result is one tile."""
 
@@ -136,7 +133,7 @@ def leading(matrices: Tensor, sizes: Sequence[int], k: int) -> tuple[Spectrum, .
     """The ``min(k, n)`` largest eigenvalues of positive semidefinite blocks, from matrices with the same ones beside 0.
 
     Args:
-        matrices: (L, M, M); a block for one that is not finite is empty.
+        matrices: (L, M, M), on the host; a block for one that is not finite is empty.
         sizes: n of each block.
     """
     finite = matrices.isfinite().all(2).all(1)
@@ -144,8 +141,6 @@ def leading(matrices: Tensor, sizes: Sequence[int], k: int) -> tuple[Spectrum, .
     # Solvers fail on numbers whose squares underflow.
     scale = matrices.abs().amax((1, 2)).clamp(min=torch.finfo(matrices.dtype).tiny)
     matrices = matrices / scale[:, None, None]
-    if matrices.shape[1] > ON_DEVICE:
-        matrices, scale = matrices.cpu().double(), scale.cpu()
     values = torch.linalg.eigvalsh(matrices).flip(1)[:, :k] * scale[:, None]
     spectra = []
     for size, found, good in zip(sizes, values.tolist(), finite.tolist(), strict=True):

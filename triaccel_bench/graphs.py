@@ -66,6 +66,8 @@ class Graph:
         if failure is not None:
             self.release()
             _end_capture_mode(side)
+            if pool is not None:
+                _end_recording(pool)
             raise failure
 
     def _capture(self, pool: Any, side: torch.cuda.Stream) -> Exception | None:
@@ -253,6 +255,17 @@ def _described(error: Exception) -> Exception:
     if isinstance(error, torch.OutOfMemoryError):
         return torch.OutOfMemoryError(str(error))
     return CaptureError(f"{type(error).__name__}: {line}")
+
+
+def _end_recording(pool: Any) -> None:
+    """After an invalidated capture torch takes the pool to be recorded into, and refuses the next capture."""
+    device = torch.cuda.current_device()
+    try:
+        torch._C._cuda_endAllocateToPool(device, pool)
+    except RuntimeError:
+        # Closed already: then the capture had not begun, or had ended.
+        return
+    torch._C._cuda_releasePool(device, pool)
 
 
 def _end_capture_mode(side: torch.cuda.Stream) -> None:

@@ -8,7 +8,7 @@ second derivative is zero, and the block of the mean cross-entropy's Hessian is 
 
 ``diag(p) - p p^T = sum_c s_c s_c^T`` with ``s_c = sqrt(p_c) (onehot(c) - p)``, so that ``H`` is ``(1/N) sum r r^T``
 over the N x classes rows ``r = J_i^T s_c``, and its eigenvalues other than zero are those of the rows' Gram matrix:
-one forward pass, ``classes`` backward passes, and ``gram``. No iteration, no differences, no labels.
+one forward pass, ``classes`` backward passes, and ``gram``. No products with vectors, no differences, no labels.
 """
 
 from __future__ import annotations
@@ -28,7 +28,17 @@ from triaccel_bench import models
 from triaccel_bench.gram import gradients, gram, leading, products
 from triaccel_bench.graphs import Replayed
 from triaccel_bench.lanczos import Spectrum, projections
-from triaccel_bench.probe import Borrow, Probe, Tap, as_it_is, borrowed, output_gradients, tapped, weight_names
+from triaccel_bench.probe import (
+    Borrow,
+    Probe,
+    Tap,
+    as_it_is,
+    borrowed,
+    classifier_output,
+    output_gradients,
+    tapped,
+    weight_names,
+)
 from triaccel_bench.settings import CurvatureSettings
 
 MOST_ROWS = 512
@@ -49,12 +59,22 @@ _LINEAR_PIECEWISE = (
 
 
 def piecewise_linear(module: nn.Module) -> bool:
-    """Whether all parts of ``module`` are known to make its output piecewise linear in each layer's weight."""
-    return all(
+    """Whether all parts of ``module`` are known to make its output piecewise linear in each layer's weight.
+
+    Each part and each parameter then stands in one place, and BatchNorm has running statistics.
+    """
+    parts = list(module.modules())
+    known = all(
         type(part) in _LINEAR_PIECEWISE
         or (isinstance(part, _LINEAR_PIECEWISE) and type(part).__module__.split(".")[0] == __name__.split(".")[0])
-        for part in module.modules()
+        for part in parts
     )
+    padded = all(part.padding_mode == "zeros" for part in parts if isinstance(part, nn.Conv2d))
+    fixed = all(part.running_mean is not None for part in parts if isinstance(part, nn.BatchNorm2d))
+    once = len(list(module.named_modules(remove_duplicate=False))) == len(parts) and len(
+        list(module.named_parameters(remove_duplicate=False))
+    ) == len(list(module.parameters()))
+    return known and padded and fixed and once
 
 
 class JacobianEstimator:
@@ -82,7 +102,8 @@ class JacobianEstimator:
         if not piecewise_linear(module):
             raise ValueError(
                 "method.curvature.product=jacobian: expected a network of convolutions, linear layers, BatchNorm, ReLU "
-                f"and pooling, got another part in {type(module).__name__}; take auto, exact or difference"
+                f"and pooling, each in one place, got a {type(module).__name__} that is not known to be one; "
+                "take auto, exact or difference"
             )
         self._layers = dict(layers)
         self._sizes = [layer.weight.numel() for layer in layers.values()]
@@ -102,9 +123,9 @@ class JacobianEstimator:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begun = self._now()
-        matrices = self._projections(images, pool=pool) / len(images)
+        matrices = self._projections(images, pool=pool).cpu() / len(images)
         spectra = leading(matrices, self._sizes, self._k)
-        if matrices.is_cuda and matrices.shape[1] == STEPS:
+        if device.type == "cuda" and matrices.shape[1] == STEPS:
             # The last step's gain tells how far the largest eigenvalue still is from its own.
             before = leading(matrices[:, :-1, :-1], self._sizes, 1)
             spectra = tuple(map(self._judged, spectra, before))
@@ -120,7 +141,7 @@ class JacobianEstimator:
 def _projected_gram_matrices(module: nn.Module, layers: Mapping[str, nn.Module], images: Tensor) -> Tensor:
     """(L, rows, rows) with rows = classes x N, or less where they are projected; of zeros for a layer not called."""
     with torch.enable_grad(), tapped(layers) as taps:
-        logits = module(images)
+        logits = classifier_output(module, images)
     probabilities = logits.detach().softmax(1)
     classes = logits.shape[1]
     rows = classes * len(images)

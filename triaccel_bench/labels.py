@@ -1,4 +1,4 @@
-"""How data sets, models and methods are called in tables and figures, and the order they stand in.
+"""How data sets, models, methods and estimators are called in tables and figures, and the order they stand in.
 
 The paper's names where it has one; a name without a label stands as it is.
 """
@@ -27,6 +27,9 @@ CONFIGURATIONS = {
 
 METHODS = {"fp32": "FP32", "tf32": "TF32", "amp": "AMP"} | CONFIGURATIONS | paper.METHOD_LABELS
 """Table 1's rows, in its order: baselines, then Tri-Accel and its parts."""
+
+ESTIMATORS = {"hessian": "Hessian", "fisher": "Fisher information"}
+"""What a method reads curvature of; the paper's is the first."""
 
 
 WHOLE = {

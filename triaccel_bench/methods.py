@@ -34,7 +34,12 @@ class Method:
         self._probe_seconds = 0.0
         self._estimator = (
             curvature.build(
-                network.module, network.layers, settings.curvature, seed, partial(precision.strict_fp32, network)
+                network.module,
+                network.layers,
+                settings.curvature,
+                seed,
+                partial(precision.strict_fp32, network),
+                hardware.kernels,
             )
             if settings.probes_curvature
             else None

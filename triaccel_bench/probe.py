@@ -22,6 +22,7 @@ __all__ = [
     "Tap",
     "as_it_is",
     "borrowed",
+    "classifier_output",
     "leaving_no_trace",
     "output_gradients",
     "tapped",
@@ -73,6 +74,8 @@ class Estimator(Protocol):
 
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
         """Refresh the layers whose turn it is: at least one, and as many as ``budget_seconds`` are predicted to allow.
+
+        An estimator that reads all layers at once reads all of them.
 
         Weights, buffers, ``.grad``, flags and generators are bit-equal before and after, also
         when an exception leaves this method.
@@ -138,7 +141,7 @@ def tapped(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
             if name in taps:
                 raise ValueError(
                     f"layer {name}: expected one call a forward pass, got a second one; "
-                    "read its curvature with method.curvature.product=exact"
+                    "read its curvature with method.curvature.estimator=hessian and method.curvature.product=exact"
                 )
             if not output.requires_grad:
                 output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
@@ -164,6 +167,22 @@ def output_gradients(
     """
     edges = [tap.edge for tap in taps]
     return torch.autograd.grad(logits, edges, direction, retain_graph=retain_graph, allow_unused=True)
+
+
+def classifier_output(module: nn.Module, images: Tensor) -> Tensor:
+    """``module(images)``, for gradients of what lies between: by no parameter.
+
+    Raises:
+        ValueError: it is not (N, classes).
+    """
+    values = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    logits = torch.func.functional_call(module, values, (images,))
+    if logits.dim() != 2 or len(logits) != len(images):
+        raise ValueError(
+            f"logits: expected [{len(images)}, classes], got {list(logits.shape)}; "
+            "take method.curvature.estimator=hessian and product=exact, which need no classifier"
+        )
+    return logits
 
 
 def weight_names(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, str]:

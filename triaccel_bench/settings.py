@@ -152,6 +152,12 @@ class MethodSettings(_Section):
                 f"method.precision.tau_low={p.tau_low} and method.precision.tau_high={p.tau_high}: "
                 "expected tau_low < tau_high; lower the first or raise the second"
             )
+        c = self.curvature
+        if c.estimator == "fisher" and c.product != "auto":
+            raise ValueError(
+                f"method.curvature.estimator=fisher and method.curvature.product={c.product}: expected product=auto, "
+                "since the Fisher information takes no Hessian products; leave one of them out"
+            )
         if isinstance(p.tau_low, str) != isinstance(p.tau_high, str):
             raise ValueError(
                 f"method.precision.tau_low={p.tau_low} and method.precision.tau_high={p.tau_high}: "
