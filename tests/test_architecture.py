@@ -17,6 +17,7 @@ LEVELS = {
         "models",
         "schedule",
         "probe",
+        "rungs",
         "gram",
         "convolution",
         "meters",

@@ -135,65 +135,6 @@ def test_rates_follow_the_printed_formula_and_stay_in_range(value, rate):
     assert found == pytest.approx(rate) and 0.0 < found <= 1.0
 
 
-def memory(used, budget=1000, batch=96, free=None, measured=None, growth=None):
-    """(B(t+1), reason, state) after one reading with a band of 0.75 to 0.9."""
-    settings = rules("method.batch.rho_low=0.75").batch
-    _, state = start(1, rules(), native)
-    state = replace(state, batch=batch, measured=measured, growth=growth or {})
-    state, reason = control.next_batch(
-        signals(memory_bytes=used, budget_bytes=budget, free_bytes=free), state, settings
-    )
-    return state.batch, reason, state
-
-
-@pytest.mark.parametrize("used, batch, expected, word", [
-    (700, 96, 128, "grow"), (749, 96, 128, "grow"), (750, 96, 96, "within"), (900, 96, 96, "within"),
-    (901, 96, 64, "shrink"), (950, 32, 32, "batch.min=32"), (100, 512, 512, "batch.max=512"), (100, 500, 512, "grow"),
-    (950, 40, 32, "shrink"), (None, 96, 96, "no memory reading"),
-])  # fmt: skip
-def test_batch_follows_the_printed_rule_within_bounds(used, batch, expected, word):
-    size, reason, _ = memory(used, batch=batch)
-    assert size == expected and word in reason
-
-
-def test_batch_holds_without_a_budget():
-    assert memory(100, budget=None)[0] == 96
-
-
-def test_a_rung_known_to_be_too_large_waits_until_usage_has_fallen():
-    size, _, state = memory(950, batch=96)
-    assert size == 64
-    size, reason, state = memory(700, batch=64, measured=state.measured)
-    assert size == 64 and "B=96 is predicted at 0.950" in reason
-    size, reason, _ = memory(660, batch=64, growth=state.growth)
-    assert size == 96 and "grow" in reason
-
-
-def test_what_a_rung_adds_is_learned_on_the_way_up_too():
-    size, _, state = memory(600, batch=96)
-    size, _, state = memory(950, batch=size, measured=state.measured)
-    assert size == 96 and state.growth[128] == pytest.approx(950 / 600)
-
-
-def test_growth_waits_for_free_memory_of_the_device():
-    size, reason, _ = memory(600, batch=96, free=150)
-    assert size == 96 and "150 bytes free" in reason
-    assert memory(600, batch=96, free=250)[0] == 128
-
-
-def test_batch_settles_inside_the_band_or_at_a_bound():
-    for fixed, per_sample in ((100, 5), (10, 9), (500, 2), (0, 1), (2000, 1)):
-        settings = rules()
-        _, state = start(1, settings, native)
-        sizes = []
-        for _ in range(40):
-            used = fixed + per_sample * state.batch
-            decision, state = decide(signals(memory_bytes=used, budget_bytes=1000), state, settings, native)
-            sizes.append(decision.batch)
-        assert len(set(sizes[-10:])) == 1, sizes
-        assert settings.batch.min <= sizes[-1] <= settings.batch.max
-
-
 @pytest.mark.parametrize("method, moves", [
     ("fp32", set()), ("tf32", set()), ("amp", set()), ("triaccel_batch", {"batch"}), ("triaccel_precision", {"plan"}),
     ("triaccel_curvature", {"rates"}), ("triaccel_precision_batch", {"plan", "batch"}),
@@ -227,7 +168,7 @@ def test_a_change_of_plan_is_not_taken_for_what_a_rung_added():
         decision, state = decide(
             signals(variance=(variance,), memory_bytes=used, budget_bytes=1000), state, settings, native
         )
-    assert decision.batch == 96 and state.growth == {128: pytest.approx(1.0)}
+    assert decision.batch == 96 and state.seen.factors == {128: pytest.approx(1.0)}
 
 
 def test_the_quota_is_on_what_is_executed():

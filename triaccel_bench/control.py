@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import quantiles
 
+from triaccel_bench import rungs
 from triaccel_bench.settings import BatchSettings, CurvatureSettings, MethodSettings, PrecisionSettings
 
 LEVELS = ("fp16", "bf16", "fp32")
@@ -58,10 +59,7 @@ class State:
     tau_curv: float | None = None
     changes_epoch: int = -1
     changes: int = 0
-    measured: tuple[int, float] | None = None
-    """Batch and share of MemMax at the last control step with a reading."""
-    growth: dict[int, float] = field(default_factory=dict)
-    """For a rung, by what factor usage exceeded that of the rung beside it when B last moved between them."""
+    seen: rungs.Seen = rungs.Seen()
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def decide(
             # and the next reading will differ from it by more than what a rung adds.
             if resized.batch > state.batch:
                 resized, reason = replace(resized, batch=state.batch), f"hold: the plan changes ({reason})"
-            resized = replace(resized, measured=None)
+            resized = replace(resized, seen=resized.seen.under_a_new_plan())
         state = resized
     return Decision(after, executed, state.promoted, state.rates, state.batch, reason, after != before), state
 
@@ -206,41 +204,13 @@ def rate_scales(
 
 
 def next_batch(signals: Signals, state: State, rules: BatchSettings) -> tuple[State, str]:
-    """B(t+1) of section 3.3, one rung at a time; the new state and the reason in words.
-
-    What a rung added when it was last entered or left is remembered. A larger rung known to
-    end above rho_high is not tried again until usage has fallen enough, so that a rung wider
-    than the band between the thresholds cannot make B swing for ever.
-    """
-    used, budget, batch = signals.memory_bytes, signals.budget_bytes, state.batch
-    if used is None or budget is None:
+    """B(t+1) of section 3.3; the new state and the reason in words."""
+    if signals.memory_bytes is None or signals.budget_bytes is None:
         return state, "hold: no memory reading"
-    share = used / budget
-    growth = dict(state.growth)
-    if state.measured is not None and state.measured[0] != batch:
-        (_, less), (rung, more) = sorted([state.measured, (batch, share)])
-        growth[rung] = more / less
-    state = replace(state, growth=growth, measured=(batch, share))
-
-    if share > rules.rho_high:
-        above = f"{share:.3f} of MemMax is above {rules.rho_high}"
-        smaller = max(rules.min, batch - rules.down)
-        if smaller == batch:
-            return state, f"hold: {above}, but batch.min={rules.min}"
-        return replace(state, batch=smaller), f"shrink: {above}"
-    if share >= rules.rho_low:
-        return state, f"hold: {share:.3f} of MemMax lies within [{rules.rho_low}, {rules.rho_high}]"
-    below = f"{share:.3f} of MemMax is below {rules.rho_low}"
-    larger = min(rules.max, batch + rules.up)
-    if larger == batch:
-        return state, f"hold: {below}, but batch.max={rules.max}"
-    predicted = share * growth.get(larger, 1.0)
-    if predicted > rules.rho_high:
-        return state, f"hold: {below}, but B={larger} is predicted at {predicted:.3f}"
-    # The whole usage scaled by the growth is an upper bound: weights and their state do not grow with B.
-    if signals.free_bytes is not None and used * (larger - batch) / batch > signals.free_bytes:
-        return state, f"hold: {below}, but the device has only {signals.free_bytes} bytes free"
-    return replace(state, batch=larger), f"grow: {below}"
+    reading = rungs.Reading(state.batch, signals.memory_bytes, signals.budget_bytes, signals.free_bytes)
+    seen = state.seen.with_reading(reading)
+    batch, reason = rungs.next_rung(reading, seen, rules)
+    return replace(state, seen=seen, batch=batch), reason
 
 
 def _assign(variance: Sequence[float], state: State, rules: PrecisionSettings) -> State:

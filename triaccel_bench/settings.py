@@ -117,6 +117,7 @@ class BatchSettings(_Section):
     down: PositiveInt
     rho_low: Fraction
     rho_high: Fraction
+    growth: Literal["paper", "model"]
     lr_rule: Literal["none", "sqrt", "linear"]
 
 

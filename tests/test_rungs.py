@@ -1,0 +1,175 @@
+"""Which batch size memory allows: the printed rule, the line through the rungs seen, and both in a closed loop."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import pytest
+
+from triaccel_bench.configuration import compose
+from triaccel_bench.control import Signals, decide, start
+from triaccel_bench.rungs import Reading, Seen, next_rung, predicted_peak
+from triaccel_bench.settings import BatchSettings, MethodSettings
+
+
+def native(level: str) -> str:
+    return level
+
+
+@functools.cache
+def rules(*overrides: str) -> MethodSettings:
+    return compose(["method=triaccel_batch", *overrides]).method
+
+
+def band(*overrides: str) -> BatchSettings:
+    """A band of 0.75 to 0.9."""
+    return rules("method.batch.rho_low=0.75", *overrides).batch
+
+
+def memory(used, budget=1000, batch=96, free=None, seen=None, growth="paper"):
+    """(B(t+1), reason, what is known) after one reading."""
+    reading = Reading(batch, used, budget, free)
+    seen = (seen or Seen()).with_reading(reading)
+    size, reason = next_rung(reading, seen, band(f"method.batch.growth={growth}"))
+    return size, reason, seen
+
+
+@pytest.mark.parametrize("growth", ["paper", "model"])
+@pytest.mark.parametrize("used, batch, expected, word", [
+    (700, 96, 128, "grow"), (749, 96, 128, "grow"), (750, 96, 96, "within"), (900, 96, 96, "within"),
+    (901, 96, 64, "shrink"), (950, 32, 32, "batch.min=32"), (100, 512, 512, "batch.max=512"), (100, 500, 512, "grow"),
+    (950, 40, 32, "shrink"),
+])  # fmt: skip
+def test_a_first_reading_moves_batch_by_the_printed_rule_within_bounds(used, batch, expected, word, growth):
+    size, reason, _ = memory(used, batch=batch, growth=growth)
+    assert size == expected and word in reason
+
+
+@pytest.mark.parametrize("used, budget", [(None, 1000), (100, None)])
+def test_batch_holds_without_a_reading_or_a_budget(used, budget):
+    decision, state = start(1, rules(), native)
+    signals = Signals(0, None, None, used, budget)
+    assert decide(signals, state, rules(), native)[0].batch == 96
+
+
+def test_a_rung_known_to_be_too_large_waits_until_usage_has_fallen():
+    size, _, seen = memory(950, batch=96)
+    assert size == 64
+    size, reason, seen = memory(700, batch=64, seen=seen)
+    assert size == 64 and "B=96 is predicted at 0.950" in reason
+    size, reason, _ = memory(660, batch=64, seen=Seen(factors=seen.factors))
+    assert size == 96 and "grow" in reason
+
+
+def test_what_a_rung_adds_is_learned_on_the_way_up_too():
+    size, _, seen = memory(600, batch=96)
+    size, _, seen = memory(950, batch=size, seen=seen)
+    assert size == 96 and seen.factors[128] == pytest.approx(950 / 600)
+
+
+@pytest.mark.parametrize("growth", ["paper", "model"])
+def test_growth_waits_for_free_memory_of_the_device(growth):
+    size, reason, _ = memory(600, batch=96, free=150, growth=growth)
+    assert size == 96 and "150 bytes free" in reason
+    assert memory(600, batch=96, free=250, growth=growth)[0] == 128
+
+
+def seen_at(*peaks: tuple[int, int]) -> Seen:
+    seen = Seen()
+    for batch, used in peaks:
+        seen = seen.with_reading(Reading(batch, used, 1000))
+    return seen
+
+
+def test_the_line_goes_straight_to_the_highest_rung_below_the_band():
+    seen = seen_at((96, 200), (128, 260))  # 20 + 1.875 B
+    size, reason, seen = memory(260, batch=128, seen=seen, growth="model")
+    assert size == 448 and "B=448 is predicted at 0.860" in reason  # 480 would end at 0.92
+    assert predicted_peak(Reading(128, 260, 1000), seen, 448) == pytest.approx(860)
+    size, reason, _ = memory(260, batch=128, seen=seen_at((96, 259), (128, 260)), growth="model")
+    assert size == 512 and "grow" in reason  # a flat line ends at batch.max
+    size, reason, _ = memory(740, batch=128, seen=seen_at((96, 400), (128, 740)), growth="model")
+    assert size == 128 and "but B=160 is predicted at 1.080" in reason
+
+
+def test_the_line_stops_where_the_devices_memory_does():
+    seen = seen_at((96, 200), (128, 260))
+    assert memory(260, batch=128, seen=seen, free=130, growth="model")[0] == 192
+    size, reason, _ = memory(260, batch=128, seen=seen, free=50, growth="model")
+    assert size == 128 and "only 50 bytes free" in reason
+
+
+def test_above_the_band_the_line_shrinks_as_far_as_it_must():
+    assert memory(1500, batch=256, seen=seen_at((128, 700), (256, 1500)), growth="model")[0] == 160
+    assert memory(5000, batch=256, seen=seen_at((128, 4200), (256, 5000)), growth="model")[0] == 32
+    assert memory(1500, batch=256, growth="model")[0] == 224  # no line yet: one rung
+
+
+def test_peaks_that_do_not_rise_make_no_line_and_those_of_an_old_plan_are_forgotten():
+    assert seen_at((96, 300), (128, 300)).line() is None and seen_at((96, 300)).line() is None
+    seen = seen_at((96, 200), (128, 260))
+    later = seen.under_a_new_plan()
+    assert later.line() is None and later.last is None and later.factors == seen.factors
+
+
+@pytest.mark.parametrize("growth", ["paper", "model"])
+def test_batch_settles_inside_the_band_or_at_a_bound(growth):
+    for fixed, per_sample in ((100, 5), (10, 9), (500, 2), (0, 1), (2000, 1)):
+        settings = rules(f"method.batch.growth={growth}")
+        _, state = start(1, settings, native)
+        sizes = []
+        for _ in range(40):
+            used = fixed + per_sample * state.batch
+            decision, state = decide(Signals(0, None, None, used, 1000), state, settings, native)
+            sizes.append(decision.batch)
+        assert len(set(sizes[-10:])) == 1, sizes
+        assert settings.batch.min <= sizes[-1] <= settings.batch.max
+
+
+CONTROL_STEPS_AN_EPOCH = 10
+
+
+def simulated(seed: int, growth: str) -> tuple[list[int], list[float], list[bool]]:
+    """Sizes, shares of MemMax and quiet steps of a loop with a neighbour, a change of plan and 1 % of noise."""
+    draw = random.Random(f"{growth} {seed}")
+    settings = rules(f"method.batch.growth={growth}")
+    _, state = start(1, settings, native)
+    fixed, slope, budget = draw.uniform(50, 400), draw.uniform(0.5, 6), 1000
+    device = draw.choice([1200, 5000])
+    neighbour, changes = 0.0, sorted(draw.sample(range(5, 55), 3))
+    sizes, shares, quiet = [], [], []
+    for step in range(90):
+        if step in changes:
+            what = draw.choice(["neighbour", "plan"])
+            if what == "neighbour":
+                neighbour = draw.choice([0.0, 300.0])
+            else:
+                slope *= draw.uniform(0.6, 1.5)
+                state = state.__class__(**{**vars(state), "seen": state.seen.under_a_new_plan()})
+        used = round((fixed + slope * state.batch) * draw.uniform(0.99, 1.0))
+        free = round(max(0.0, device - used - neighbour))
+        decision, state = decide(Signals(step, None, None, used, budget, free), state, settings, native)
+        sizes.append(decision.batch)
+        shares.append(used / budget)
+        quiet.append(step > changes[-1])
+    return sizes, shares, quiet
+
+
+@pytest.mark.parametrize("growth", ["paper", "model"])
+@pytest.mark.parametrize("seed", range(60))
+def test_closed_loop_with_disturbances(seed, growth):
+    sizes, shares, quiet = simulated(seed, growth)
+    start_of_quiet = quiet.index(True)
+    calm = sizes[start_of_quiet:]
+    # Not above MemMax for longer than one control step, but on the way down to the floor.
+    for before, now, size in zip(shares, shares[1:], sizes[1:]):
+        assert not (before > 1.0 and now > 1.0) or now < before or size == 32
+    # Settles within 3 control steps of the last rung that it needs: paper walks rung by rung, model jumps.
+    last = calm[-1]
+    needed = abs(last - sizes[start_of_quiet - 1]) // 32 if growth == "paper" else 2
+    assert all(abs(size - last) <= 32 for size in calm[needed + 3 :]), calm
+    # At most one reversal an epoch after that.
+    for epoch in range(0, len(calm), CONTROL_STEPS_AN_EPOCH):
+        moves = [b - a for a, b in zip(calm[epoch:], calm[epoch + 1 : epoch + CONTROL_STEPS_AN_EPOCH]) if b != a]
+        assert sum((a > 0) != (b > 0) for a, b in zip(moves, moves[1:])) <= 1, calm

@@ -1,0 +1,127 @@
+"""B(t+1) of section 3.3: the batch size that a memory budget leaves room for. Pure functions; each size B is a rung.
+
+``batch.growth=paper`` moves B by one rung, down above rho_high of MemMax and up below rho_low. ``batch.growth=model``
+fits ``peak(B) = fixed + slope B`` to the rungs seen under the executed plan in force and goes straight to the highest
+rung that it puts at rho_high or below. Neither climbs where the device lacks the memory, whoever holds it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import LinearRegression, linear_regression
+
+from triaccel_bench.settings import BatchSettings
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Peak bytes of the last control window at ``batch``, MemMax, and how much more the device would give."""
+
+    batch: int
+    used: int
+    budget: int
+    free: int | None = None
+
+    @property
+    def share(self) -> float:
+        return self.used / self.budget
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What readings up to now have told of the rungs."""
+
+    last: tuple[int, float] | None = None
+    """Batch and share of MemMax at the last reading."""
+    factors: Mapping[int, float] = field(default_factory=dict)
+    """For a rung, by what factor usage exceeded that of the rung beside it when B last moved between them."""
+    peaks: Mapping[int, int] = field(default_factory=dict)
+    """For a rung, its newest peak in bytes under the executed plan in force."""
+
+    def with_reading(self, reading: Reading) -> Seen:
+        factors, here = dict(self.factors), (reading.batch, reading.share)
+        if self.last is not None and self.last[0] != reading.batch and self.last[1] > 0:
+            (_, less), (rung, more) = sorted([self.last, here])
+            factors[rung] = more / less
+        return Seen(here, factors, {**self.peaks, reading.batch: reading.used})
+
+    def under_a_new_plan(self) -> Seen:
+        """Peaks of the old plan say nothing of the new one's; what a rung adds in proportion still does."""
+        return replace(self, last=None, peaks={})
+
+    def line(self) -> LinearRegression | None:
+        """``peak(B)``; ``None`` until two rungs were seen, or if they do not rise."""
+        if len(self.peaks) < 2:
+            return None
+        found = linear_regression(list(self.peaks), list(self.peaks.values()))
+        return found if found.slope > 0 else None
+
+
+def next_rung(reading: Reading, seen: Seen, rules: BatchSettings) -> tuple[int, str]:
+    """B(t+1), and the reason in words; ``seen`` holds the reading already."""
+    share, batch = reading.share, reading.batch
+    if share > rules.rho_high:
+        above = f"{share:.3f} of MemMax is above {rules.rho_high}"
+        smaller = max(rules.min, batch - rules.down)
+        if smaller == batch:
+            return batch, f"hold: {above}, but batch.min={rules.min}"
+        if rules.growth == "model":
+            smaller = _lower_rung(reading, seen, rules)
+        return smaller, f"shrink: {above}"
+    if share >= rules.rho_low:
+        return batch, f"hold: {share:.3f} of MemMax lies within [{rules.rho_low}, {rules.rho_high}]"
+    below = f"{share:.3f} of MemMax is below {rules.rho_low}"
+    if min(rules.max, batch + rules.up) == batch:
+        return batch, f"hold: {below}, but batch.max={rules.max}"
+    if rules.growth == "model" and seen.line() is not None:
+        return _highest_rung(reading, seen, rules, below)
+    return _one_rung_up(reading, seen, rules, below)
+
+
+def predicted_peak(reading: Reading, seen: Seen, batch: int) -> float | None:
+    """What the line through the rungs seen puts ``batch`` at, from the newest reading on; ``None`` without a line."""
+    line = seen.line()
+    return None if line is None else reading.used + line.slope * (batch - reading.batch)
+
+
+def _one_rung_up(reading: Reading, seen: Seen, rules: BatchSettings, below: str) -> tuple[int, str]:
+    """A rung known to end above rho_high is not tried again until usage has fallen enough.
+
+    Otherwise a rung wider than the band between the thresholds would make B swing for ever.
+    """
+    batch = reading.batch
+    larger = min(rules.max, batch + rules.up)
+    predicted = reading.share * seen.factors.get(larger, 1.0)
+    if predicted > rules.rho_high:
+        return batch, f"hold: {below}, but B={larger} is predicted at {predicted:.3f}"
+    # The whole usage scaled by the growth is an upper bound: weights and their state do not grow with B.
+    if reading.free is not None and reading.used * (larger - batch) / batch > reading.free:
+        return batch, f"hold: {below}, but the device has only {reading.free} bytes free"
+    return larger, f"grow: {below}"
+
+
+def _highest_rung(reading: Reading, seen: Seen, rules: BatchSettings, below: str) -> tuple[int, str]:
+    batch, reason = reading.batch, f"hold: {below}"
+    for rung in (*range(batch + rules.up, rules.max, rules.up), rules.max):
+        # A rung seen above what the line says of it is as it was seen: else noise would make B swing.
+        predicted = max(predicted_peak(reading, seen, rung), seen.peaks.get(rung, 0))
+        if predicted > rules.rho_high * reading.budget:
+            stop = f"B={rung} is predicted at {predicted / reading.budget:.3f}"
+        elif reading.free is not None and predicted - reading.used > reading.free:
+            stop = f"the device has only {reading.free} bytes free"
+        else:
+            batch, reason = rung, f"grow: {below}, and B={rung} is predicted at {predicted / reading.budget:.3f}"
+            continue
+        return batch, reason if batch > reading.batch else f"{reason}, but {stop}"
+    return batch, reason
+
+
+def _lower_rung(reading: Reading, seen: Seen, rules: BatchSettings) -> int:
+    """The highest one below that the line puts at rho_high or less; the next one below while there is no line."""
+    smaller = max(rules.min, reading.batch - rules.down)
+    while seen.line() is not None and smaller > rules.min:
+        if predicted_peak(reading, seen, smaller) <= rules.rho_high * reading.budget:
+            break
+        smaller = max(rules.min, smaller - rules.down)
+    return smaller
