@@ -30,9 +30,9 @@ def sampled_gradient_reference(logits: Tensor, draws: Tensor) -> Tensor:
     """What ``sampled_gradient`` computes, in torch operations that can be captured."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     probabilities = wide.softmax(1)
-    below = probabilities.cumsum(1) <= draws[:, None]
-    # Rounding can leave the last sum below a draw.
-    label = below.sum(1).clamp(max=logits.shape[1] - 1)
+    sums = probabilities.cumsum(1)
+    # Of what the sums come to, which rounding may leave short of 1.
+    label = (sums <= draws[:, None] * sums[:, -1:]).sum(1).clamp(max=logits.shape[1] - 1)
     drawn = torch.arange(logits.shape[1], device=logits.device) == label[:, None]
     # p - 1 of a class that is all but certain would be rounding: the others' sum is not.
     others = torch.where(drawn, 0.0, probabilities)
@@ -118,7 +118,9 @@ if triton is not None:
         exponential = tl.exp(logit - tl.max(logit, axis=1)[:, None])
         probability = exponential / tl.sum(exponential, axis=1)[:, None]
         draw = tl.load(draws + row, mask=inside, other=0.0)
-        below = tl.cumsum(probability, axis=1) <= draw[:, None]
+        sums = tl.cumsum(probability, axis=1)
+        # Of what the sums come to, which rounding may leave short of 1.
+        below = sums <= draw[:, None] * tl.max(sums, axis=1)[:, None]
         label = tl.minimum(tl.sum(tl.where(below & (column < CLASSES), 1, 0), axis=1), CLASSES - 1)
         drawn = column == label[:, None]
         others = tl.sum(tl.where(drawn, 0.0, probability), axis=1)

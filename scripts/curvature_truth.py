@@ -78,7 +78,9 @@ def changed(made: Trainer, **changes: Any) -> CurvatureSettings:
 def estimator_of(made: Trainer, **changes: Any) -> Estimator:
     """As the run's own, but for ``changes`` of its settings."""
     module, layers = made.network.module, made.network.layers
-    return curvature.build(module, layers, changed(made, **changes), SEED, _borrow_of(made), made.hardware.kernels)
+    settings = changed(made, **changes)
+    rows = settings.batch * made.network.classes
+    return curvature.build(module, layers, settings, SEED, _borrow_of(made), made.hardware.kernels, rows)
 
 
 def _borrow_of(made: Trainer) -> Borrow:

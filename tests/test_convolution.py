@@ -117,6 +117,25 @@ def test_weight_gradients_run_apart_only_where_they_are_captured():
     assert WeightGradients._active is None
 
 
+def test_an_error_in_a_pass_is_not_covered_up():
+    with pytest.raises(torch.OutOfMemoryError, match="its own"), WeightGradients() as _:
+        WeightGradients._active._formed.append((torch.zeros(1, requires_grad=True), torch.ones(1)))
+        raise torch.OutOfMemoryError("its own")
+    assert WeightGradients._active is None
+
+
+def test_a_weight_that_others_read_too_gets_the_sum_of_all_gradients():
+    weight, fresh = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    weight.grad = torch.ones(2)
+    with WeightGradients():
+        outer = WeightGradients._active
+        with WeightGradients():
+            assert WeightGradients._active is not outer
+        assert WeightGradients._active is outer
+        outer._formed += [(weight, torch.full((2,), 2.0)), (fresh, torch.full((2,), 4.0))]
+    assert weight.grad.tolist() == [3.0, 3.0] and fresh.grad.tolist() == [4.0, 4.0]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("channels_last", [True, False])
@@ -127,7 +146,19 @@ def test_captured_weight_gradients_beside_the_rest_are_the_same(channels_last, m
     x = torch.randn(8, 16, 9, 9, generator=generator).cuda().contiguous(memory_format=layout)
     found = []
     for apart in (True, False):
-        if not apart:
+        if apart:
+            # Late: who does not wait for them, or hands their operands' memory on too early, shows.
+            add = WeightGradients.add
+
+            def late(self, form, *rest, add=add):
+                def after_a_while():
+                    torch.cuda._sleep(200_000)
+                    return form()
+
+                add(self, after_a_while, *rest)
+
+            monkeypatch.setattr(WeightGradients, "add", late)
+        else:
             monkeypatch.setattr(WeightGradients, "apart", classmethod(lambda cls: False))
         leaves = [weight.cuda().contiguous(memory_format=layout).requires_grad_() for weight in weights]
         formed = []
@@ -139,7 +170,8 @@ def test_captured_weight_gradients_beside_the_rest_are_the_same(channels_last, m
                 y = x.clone().requires_grad_()
                 for leaf in leaves:
                     y = conv2d(y, leaf, None, (1, 1), (1, 1), (1, 1), 1, differentiable_once=True).relu()
-                y.square().sum().backward()
+                # A second reader of a leaf, whose gradient autograd adds.
+                (y.square().sum() + leaves[0].square().sum()).backward()
                 formed.append(len(WeightGradients._active._formed))
             return [leaf.grad for leaf in leaves]
 

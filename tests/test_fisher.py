@@ -12,9 +12,10 @@ import torch
 from curved import assert_same, batch, layers_of, network, settings, snapshot, used_network
 from torch import nn
 
-from triaccel_bench import fisher
+from triaccel_bench import fisher, jacobian
 from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.graphs import Pool
+from triaccel_bench.jacobian import JacobianEstimator
 from triaccel_bench.probe import output_gradients, tapped
 
 gpu = [
@@ -153,6 +154,60 @@ def test_in_place_activations_right_after_a_layer_are_no_hindrance(drawn):
     probe = estimator(module).probe(images, labels, None)
     truth = torch.linalg.eigvalsh(dense_fisher(module, "0", images, drawn[0])).flip(0)
     assert probe.spectra[0].eigenvalues == pytest.approx(truth[:5].tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [FisherEstimator, JacobianEstimator])
+def test_views_that_are_overwritten_in_place_are_read(kind):
+    """As 1x1 convolutions are on a card: products whose result is permuted; and any layer on (N, T, F)."""
+
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second, self.third = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 5, 1), nn.Linear(5, 3)
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, images):
+            x = self.relu(self.first(images))
+            x = self.relu(self.second(x)).flatten(2).transpose(1, 2)
+            return self.relu(self.third(x)).mean(1)
+
+    class Permuted(nn.Conv2d):
+        def forward(self, x):
+            product = nn.functional.linear(x.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias)
+            return product.permute(0, 3, 1, 2)
+
+    torch.manual_seed(0)
+    plain = Views().double()
+    viewed = copy.deepcopy(plain)
+    viewed.second.__class__ = Permuted
+    images, labels = batch(torch.float64)
+    spectra = []
+    for module in (plain, viewed):
+        layers = {name: getattr(module, name) for name in ("first", "second", "third")}
+        if kind is FisherEstimator:
+            reading = FisherEstimator(module, layers, settings(), 0)
+        else:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(jacobian, "piecewise_linear", lambda module: True)
+                reading = JacobianEstimator(module, layers, settings())
+        spectra.append(reading.probe(images, labels, None).spectra)
+    for one, other in zip(*spectra, strict=True):
+        assert one.eigenvalues[0] > 0
+        assert other.eigenvalues == pytest.approx(one.eigenvalues, rel=1e-8, abs=1e-14)
+
+
+def test_a_call_that_autograd_does_not_record_is_named():
+    class Unrecorded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, images):
+            with torch.no_grad():
+                return self.layer(images.flatten(1))
+
+    with pytest.raises(ValueError, match="layer layer: expected a call that autograd records"):
+        estimator(Unrecorded()).probe(torch.randn(6, 1, 2, 2), torch.zeros(6, dtype=torch.long), None)
 
 
 def test_no_trace():

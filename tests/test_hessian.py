@@ -409,7 +409,7 @@ def test_in_a_lent_pool_one_graph_serves_probe_after_probe(capturing):
     first, second = capturing  # one for each count of images
     assert first.released and not second.released
     assert first.replays == 2 * (probes[0].products + probes[1].products)
-    assert all(probe.replayed_bytes == 1000 for probe in probes)
+    assert all(1000 < probe.replayed_bytes < 100_000 for probe in probes)
 
 
 def test_graph_is_released_and_weight_restored_after_a_fault(capturing, monkeypatch):

@@ -41,8 +41,8 @@ def test_dense_blocks(kind, dtype, tolerance):
         assert spectrum.converged
 
 
-@pytest.mark.parametrize("limit", [0, 2_000, 10**9])
-def test_layers_go_in_groups(limit, monkeypatch):
+@pytest.mark.parametrize("limit, groups", [(0, 3), (3_000, 2), (10**9, 1)])
+def test_layers_go_in_groups(limit, groups, monkeypatch):
     module, (images, labels) = network("strided"), batch()
     expected = estimator(module).probe(images, labels, None).spectra
     passes = []
@@ -50,7 +50,7 @@ def test_layers_go_in_groups(limit, monkeypatch):
     monkeypatch.setattr(jacobian, "GROUP_BYTES", limit)
     monkeypatch.setattr(jacobian, "output_gradients", lambda *arguments: passes.append(1) or real(*arguments))
     found = estimator(module).probe(images, labels, None).spectra
-    assert len(passes) == {0: 9, 2_000: 9, 10**9: 3}[limit]  # three classes
+    assert len(passes) == 3 * groups  # three classes
     assert found == expected
 
 
@@ -126,18 +126,36 @@ def test_what_is_no_classifier_is_named():
 def test_which_estimator_serves_which_settings():
     relu, smooth, grouped = network(), network(activation=nn.SiLU), network("depthwise", nn.SiLU)
 
-    def built(module, **changes):
-        return curvature.build(module, layers_of(module), settings(**changes), 0)
+    def built(module, rows=36, **changes):
+        return curvature.build(module, layers_of(module), settings(**changes), 0, rows=rows)
 
     assert isinstance(built(relu), JacobianEstimator)
     assert isinstance(built(relu, product="exact"), HessianEstimator)
-    assert built(relu, batch=171).product == "exact"  # 513 rows
+    assert built(relu, rows=513).product == built(relu, rows=None).product == "exact"
     assert built(smooth).product == "exact" and built(grouped).product == "difference"
     assert isinstance(built(smooth, estimator="fisher"), FisherEstimator)
     with pytest.raises(ValueError, match="product=jacobian"):
         built(smooth, product="jacobian")
-    with pytest.raises(ValueError, match="expected at most 512 rows .* got 171 x 3; lower"):
-        built(relu, product="jacobian", batch=171)
+    with pytest.raises(ValueError, match="expected at most 512 rows .* got 513; lower"):
+        built(relu, product="jacobian", rows=513)
+
+
+def test_too_many_rows_are_refused_where_nobody_knew_their_number_before(monkeypatch):
+    module, (images, labels) = network(), batch()
+    monkeypatch.setattr(jacobian, "MOST_ROWS", 35)
+    with pytest.raises(ValueError, match="expected at most 35 rows .* got 36"):
+        estimator(module).probe(images, labels, None)
+
+
+def test_a_layer_alone_and_in_any_order_is_read_alike():
+    module, (images, labels) = network(), batch()
+    layers = layers_of(module)
+    first = next(iter(layers))
+    whole = curvature.eigenvalues(module, layers, images, labels, settings())
+    alone = curvature.eigenvalues(module, {first: layers[first]}, images, labels, settings())
+    backwards = curvature.eigenvalues(module, dict(reversed(layers.items())), images, labels, settings())
+    torch.testing.assert_close(alone.values[0], whole.values[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(backwards.values.flip(0), whole.values, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("changes", [{}, {"product": "exact"}, {"estimator": "fisher"}], ids=str)

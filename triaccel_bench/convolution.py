@@ -131,37 +131,30 @@ class WeightGradients:
 
     def __init__(self) -> None:
         self._lagging: list[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = []
-        self._formed: list[tuple[Tensor, int]] = []
+        self._formed: list[tuple[Tensor, Tensor]] = []
+        self._outer: WeightGradients | None = None
 
     def __enter__(self) -> None:
-        WeightGradients._active = self
+        self._outer, WeightGradients._active = WeightGradients._active, self
 
-    def __exit__(self, *_: object) -> None:
-        WeightGradients._active = None
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        WeightGradients._active = self._outer
+        if kind is not None:
+            return
         self._wait(0)
-        moved = [weight for weight, place in self._formed if weight.grad is None or weight.grad.data_ptr() != place]
-        if moved:
-            raise RuntimeError(
-                f"{len(moved)} weight gradients: expected .grad to be the tensors that were formed, got copies that "
-                "were made before; run with engine.graphs=false and report it"
-            )
+        for weight, gradient in self._formed:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
-    def add(self, form: Callable[[], Tensor], weight: Tensor, *operands: Tensor) -> Tensor:
-        """``form()`` on the second stream; ``operands`` are what it reads."""
+    def add(self, form: Callable[[], Tensor], weight: Tensor, *operands: Tensor) -> None:
+        """Add ``form()`` to ``weight.grad``, from the second stream; ``operands`` are what it reads."""
         current, second = torch.cuda.current_stream(), _second_stream(weight.device)
         second.wait_stream(current)
         with torch.cuda.stream(second):
-            gradient = form()
+            self._formed.append((weight, form()))
             done = torch.cuda.Event()
             done.record()
         self._lagging.append((done, operands))
-        if gradient.stride() == weight.stride():
-            self._wait(1)
-            self._formed.append((weight, gradient.data_ptr()))
-        else:
-            # Autograd will copy it, at once.
-            self._wait(0)
-        return gradient
+        self._wait(1)
 
     def _wait(self, most: int) -> None:
         while len(self._lagging) > most:
@@ -198,8 +191,9 @@ class _Forked(torch.autograd.Function):
         beside = WeightGradients._active
         if beside is None or not (ctx.needs_input_grad[0] and ctx.needs_input_grad[1]):
             return *formed(*ctx.needs_input_grad[:2])[:2], None, None, None
-        dweight = beside.add(lambda: formed(False, True)[1], weight, x, gradient)
-        return formed(True, False)[0], dweight, None, None, None
+        # Not returned: autograd would read it at once, if only to add another gradient of the same weight.
+        beside.add(lambda: formed(False, True)[1], weight, x, gradient)
+        return formed(True, False)[0], None, None, None, None
 
 
 class _SparsePoints(torch.autograd.Function):

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.hessian import HessianEstimator
-from triaccel_bench.jacobian import MOST_ROWS, JacobianEstimator, piecewise_linear
-from triaccel_bench.probe import Borrow, Estimator, as_it_is
+from triaccel_bench.jacobian import MOST_ROWS, JacobianEstimator, check_rows, piecewise_linear
+from triaccel_bench.probe import Borrow, Estimator, as_it_is, borrowed
 from triaccel_bench.settings import CurvatureSettings
 
 
@@ -22,27 +22,26 @@ def build(
     seed: int,
     borrow: Borrow = as_it_is,
     kernels: str = "torch",
+    rows: int | None = None,
 ) -> Estimator:
     """The estimator that ``settings`` ask for; of the mean cross-entropy of (N, classes) logits.
 
     ``estimator=fisher`` is ``FisherEstimator``. ``estimator=hessian`` goes by ``product``: ``jacobian``
     is ``JacobianEstimator``, ``exact`` and ``difference`` are ``HessianEstimator``, and ``auto`` the
-    first of them wherever it is exact and its matrices are small.
+    first of them wherever it is exact and its matrices are known to be small.
+
+    Args:
+        rows: samples of a probe times classes; ``None``: not known.
 
     Raises:
         ValueError: as the estimator does.
     """
     if settings.estimator == "fisher":
         return FisherEstimator(module, layers, settings, seed, borrow, kernels)
-    classes = next((len(layer.weight) for layer in reversed(layers.values())), 0)
-    rows = settings.batch * classes
-    small = rows <= MOST_ROWS
-    if settings.product == "jacobian" and not small:
-        raise ValueError(
-            f"method.curvature.product=jacobian: expected at most {MOST_ROWS} rows (method.curvature.batch x classes), "
-            f"got {settings.batch} x {classes}; lower method.curvature.batch, or take product=exact"
-        )
-    if settings.product == "jacobian" or (settings.product == "auto" and small and piecewise_linear(module)):
+    if settings.product == "jacobian":
+        check_rows(rows or 0)
+        return JacobianEstimator(module, layers, settings, borrow)
+    if settings.product == "auto" and rows is not None and rows <= MOST_ROWS and piecewise_linear(module):
         return JacobianEstimator(module, layers, settings, borrow)
     return HessianEstimator(module, layers, settings, seed, borrow=borrow)
 
@@ -78,7 +77,10 @@ def eigenvalues(
         borrow: needed where layers may compute in another dtype than that of their weights.
         images, labels: (N, C, H, W) and (N,), on the model's device; ``settings.batch`` is not read.
     """
-    probe = build(module, layers, settings, seed, borrow, kernels).probe(images, labels, None)
+    with torch.no_grad(), borrowed(module, borrow):
+        logits = module(images[:1])
+    rows = len(images) * logits.shape[1] if logits.dim() == 2 else None
+    probe = build(module, layers, settings, seed, borrow, kernels, rows).probe(images, labels, None)
     spectra = dict(zip(probe.layers, probe.spectra, strict=True))
     values = torch.full((len(layers), settings.k), float("nan"), dtype=torch.float64)
     for row, name in zip(values, layers, strict=True):

@@ -242,7 +242,9 @@ class Engine:
             started = time.perf_counter()
             captured = self._capture(function, inputs, key in self._warm)
             if captured is None:
-                return self._run(kind, function, *inputs)
+                lost = time.perf_counter() - started
+                outcome, seconds, key = self._run(kind, function, *inputs)
+                return outcome, lost + seconds, key
             self._steps[key] = captured
             steps = [held for held in self._steps if held[0] == "step"]
             for oldest in steps[: max(0, len(steps) - self._cached)]:

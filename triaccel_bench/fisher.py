@@ -85,7 +85,8 @@ class FisherEstimator:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         begun = self._now()
-        draws = torch.tensor([self._random.random() for _ in range(len(images))]).to(device)
+        # Of 24 bits, so that none is rounded up to 1.
+        draws = torch.tensor([self._random.getrandbits(24) / 2**24 for _ in range(len(images))]).to(device)
         matrices = self._matrices(images, draws, pool=pool)
         # On the host: the libraries that CUDA's solver needs take longer to load than a run's probes.
         spectra = leading(matrices.cpu() / len(images), self._sizes, self._k)
@@ -98,8 +99,8 @@ def _gram_matrices(
     """(L, N, N), of zeros for a layer that is not called."""
     with torch.enable_grad(), tapped(layers) as taps:
         logits = classifier_output(module, images)
-        direction = sampled_gradient(logits.detach(), draws, backend=kernels)
-        returned = dict(zip(taps, output_gradients(logits, direction, taps.values()), strict=True))
+    direction = sampled_gradient(logits.detach(), draws, backend=kernels)
+    returned = dict(zip(taps, output_gradients(logits, direction, taps.values()), strict=True))
     matrices = images.new_zeros(len(layers), len(images), len(images))
     for matrix, (name, layer) in zip(matrices, layers.items(), strict=True):
         dy = returned.pop(name, None)

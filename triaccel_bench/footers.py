@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from triaccel_bench.cells import Cell
-from triaccel_bench.labels import ESTIMATORS, layer_mix
+from triaccel_bench.labels import ESTIMATORS, PAPER_ESTIMATOR, layer_mix
 from triaccel_bench.records import Provenance
 
 NOT_MEASURED = "n/a"
@@ -112,7 +112,7 @@ def _reason(cell: Cell) -> str:
 
 def estimators(found: list[Cell], name: Names) -> list[str]:
     """Rows whose curvature is another than the paper's."""
-    others = [cell for cell in found if _probes(cell) and _estimator(cell) != next(iter(ESTIMATORS))]
+    others = [cell for cell in found if _probes(cell) and _estimator(cell) != PAPER_ESTIMATOR]
     return [
         f"{names}: curvature of the {ESTIMATORS.get(estimator, estimator)} (method.curvature.estimator={estimator})."
         for estimator, names in _alike(others, name, _estimator)

@@ -116,6 +116,8 @@ def gradients(layer: nn.Module, x: Tensor, dy: Tensor) -> Tensor:
 def products(rows: Tensor) -> Tensor:
     """Inner products (N, N) of rows (N, n)."""
     count, length = rows.shape
+    if not length:
+        return rows.new_zeros(count, count)
     most = max(1, min(length // SHORTEST_PART, PARTIAL_ELEMENTS // count**2))
     parts = next(number for number in range(most, 0, -1) if length % number == 0)
     rows = rows.view(count, parts, -1).transpose(0, 1)

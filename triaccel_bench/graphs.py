@@ -146,7 +146,8 @@ class Replayed:
 
     Without a pool, or where it cannot be captured, it is called. What it returns after a replay is
     overwritten by the next one, and by whatever else replays in that pool. Nothing but the graph
-    and a copy of its inputs outlives a call.
+    and a copy of its inputs outlives a call. Whatever else the function reads must stay where it
+    lies; a pool that its owner has released is kept until the next call or ``release``.
 
     Args:
         around: a context to call or capture it in; a replay needs none.
@@ -260,8 +261,10 @@ def _described(error: Exception) -> Exception:
 def _end_recording(pool: Any) -> None:
     """After an invalidated capture torch takes the pool to be recorded into, and refuses the next capture."""
     device = torch.cuda.current_device()
+    # Named otherwise before torch 2.8.
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None) or torch._C._cuda_endAllocateCurrentStreamToPool
     try:
-        torch._C._cuda_endAllocateToPool(device, pool)
+        end(device, pool)
     except RuntimeError:
         # Closed already: then the capture had not begun, or had ended.
         return

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from triaccel_bench.graphs import Pool, Replayed, clear_workspaces
+from triaccel_bench.graphs import CaptureError, Pool, Replayed, clear_workspaces
 from triaccel_bench.lanczos import Product, Spectrum, lanczos, most_products, unit
 from triaccel_bench.probe import Borrow, Probe, as_it_is, leaving_no_trace, weight_names
 from triaccel_bench.settings import CurvatureSettings
@@ -80,6 +80,8 @@ class HessianEstimator:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._borrow = borrow
+        if settings.product == "jacobian":
+            raise ValueError("product=jacobian: expected auto, exact or difference; take JacobianEstimator")
         self.product = settings.product
         if settings.product == "auto":
             grouped = any(isinstance(part, _ConvNd) and part.groups > 1 for part in module.modules())
@@ -130,7 +132,12 @@ class HessianEstimator:
                 spectra[name] = self._refresh(name, allowed, images, labels, pool)
         products = sum(spectrum.iterations for spectrum in spectra.values())
         seconds = self._now() - begun
-        return Probe(tuple(spectra), tuple(spectra.values()), seconds, products, self._all_gradients.peak_bytes)
+        replayed_bytes = self._all_gradients.peak_bytes
+        if replayed_bytes:
+            # A replay has the layer's Lanczos vectors, and what it is about to add to them, beside it.
+            vectors = max(spectrum.iterations for spectrum in spectra.values()) + 3
+            replayed_bytes += vectors * max(self._leaf(name).nbytes for name in spectra)
+        return Probe(tuple(spectra), tuple(spectra.values()), seconds, products, replayed_bytes)
 
     def _refresh(self, name: str, allowed: int, images: Tensor, labels: Tensor, pool: Any) -> Spectrum:
         begun = self._now()
@@ -178,7 +185,12 @@ class HessianEstimator:
         if pool is not None or not captures:
             yield pool
             return
-        own = Pool()
+        try:
+            own = Pool()
+        except CaptureError as error:
+            self._all_gradients.eager_reason = str(error)
+            yield None
+            return
         try:
             yield own.handle
         finally:

@@ -8,7 +8,8 @@ second derivative is zero, and the block of the mean cross-entropy's Hessian is 
 
 ``diag(p) - p p^T = sum_c s_c s_c^T`` with ``s_c = sqrt(p_c) (onehot(c) - p)``, so that ``H`` is ``(1/N) sum r r^T``
 over the N x classes rows ``r = J_i^T s_c``, and its eigenvalues other than zero are those of the rows' Gram matrix:
-one forward pass, ``classes`` backward passes, and ``gram``. No products with vectors, no differences, no labels.
+one forward pass, one backward pass for each class and group of layers, and ``gram``. No products with vectors, no
+differences, no labels.
 """
 
 from __future__ import annotations
@@ -56,6 +57,15 @@ _LINEAR_PIECEWISE = (
     torchvision.models.resnet.BasicBlock, torchvision.models.resnet.Bottleneck,
 )  # fmt: skip
 """Parts whose composition is; each other part, and each subclass that we did not write, may be anything."""
+
+
+def check_rows(rows: int) -> None:
+    """Refuse a Gram matrix that would take longer than the products it replaces."""
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"method.curvature.product=jacobian: expected at most {MOST_ROWS} rows (method.curvature.batch x classes), "
+            f"got {rows}; lower method.curvature.batch, or take product=exact"
+        )
 
 
 def piecewise_linear(module: nn.Module) -> bool:
@@ -109,9 +119,9 @@ class JacobianEstimator:
         self._sizes = [layer.weight.numel() for layer in layers.values()]
         self._k, self._tolerance = settings.k, settings.tolerance
         self._now = now
-        self._projections = Replayed(
-            partial(_projected_gram_matrices, module, self._layers), partial(borrowed, module, borrow)
-        )
+        self._facts: dict[str, int] = {}
+        reading = partial(_projected_gram_matrices, module, self._layers, self._facts)
+        self._projections = Replayed(reading, partial(borrowed, module, borrow))
 
     @property
     def eager_reason(self) -> str | None:
@@ -125,11 +135,12 @@ class JacobianEstimator:
         begun = self._now()
         matrices = self._projections(images, pool=pool).cpu() / len(images)
         spectra = leading(matrices, self._sizes, self._k)
-        if device.type == "cuda" and matrices.shape[1] == STEPS:
+        if self._facts["rows"] > matrices.shape[1]:
             # The last step's gain tells how far the largest eigenvalue still is from its own.
             before = leading(matrices[:, :-1, :-1], self._sizes, 1)
             spectra = tuple(map(self._judged, spectra, before))
-        return Probe(tuple(self._layers), spectra, self._now() - begun, 1, self._projections.peak_bytes)
+        seconds, passes = self._now() - begun, self._facts["passes"]
+        return Probe(tuple(self._layers), spectra, seconds, passes, self._projections.peak_bytes)
 
     def _judged(self, found: Spectrum, before: Spectrum) -> Spectrum:
         if not found.eigenvalues:
@@ -138,26 +149,32 @@ class JacobianEstimator:
         return replace(found, converged=gain <= self._tolerance * found.eigenvalues[0])
 
 
-def _projected_gram_matrices(module: nn.Module, layers: Mapping[str, nn.Module], images: Tensor) -> Tensor:
-    """(L, rows, rows) with rows = classes x N, or less where they are projected; of zeros for a layer not called."""
+def _projected_gram_matrices(
+    module: nn.Module, layers: Mapping[str, nn.Module], facts: dict[str, int], images: Tensor
+) -> Tensor:
+    """(L, rows, rows) with rows = classes x N, or less where they are projected; of zeros for a layer not called.
+
+    ``facts`` gets the number of rows and of backward passes.
+    """
     with torch.enable_grad(), tapped(layers) as taps:
         logits = classifier_output(module, images)
     probabilities = logits.detach().softmax(1)
     classes = logits.shape[1]
     rows = classes * len(images)
+    check_rows(rows)
+    certain = torch.eye(classes, dtype=logits.dtype, device=logits.device)
+    directions = probabilities.T.sqrt()[..., None] * (certain[:, None] - probabilities)
     places = {name: place for place, name in enumerate(layers)}
     matrices = images.new_zeros(len(layers), rows, rows)
     # The first layers hold the largest images: they come last, when what autograd saved can go.
     groups = list(_groups(layers, taps, rows))[::-1]
+    facts.update(rows=rows, passes=classes * len(groups))
     for names in groups:
         read = {name: taps.pop(name) for name in names if name in taps}
         kept = {name: _Rows(layers[name], tap, classes) for name, tap in read.items()}
         for index in range(classes if kept else 0):
             again = index + 1 < classes or names is not groups[-1]
-            direction = -probabilities
-            direction[:, index] += 1.0
-            direction *= probabilities[:, index, None].sqrt()
-            returned = output_gradients(logits, direction, read.values(), again)
+            returned = output_gradients(logits, directions[index], read.values(), again)
             for each, dy in zip(kept.values(), returned, strict=True):
                 each.add(index, dy)
         for name in read:

@@ -32,18 +32,10 @@ class Method:
         self.curvature: dict[str, LayerCurvature] = {}
         self._unreadable: set[str] = set()
         self._probe_seconds = 0.0
-        self._estimator = (
-            curvature.build(
-                network.module,
-                network.layers,
-                settings.curvature,
-                seed,
-                partial(precision.strict_fp32, network),
-                hardware.kernels,
-            )
-            if settings.probes_curvature
-            else None
-        )
+        borrow = partial(precision.strict_fp32, network)
+        rows = None if network.classes is None else settings.curvature.batch * network.classes
+        parts = network.module, network.layers, settings.curvature, seed, borrow, hardware.kernels, rows
+        self._estimator = curvature.build(*parts) if settings.probes_curvature else None
 
     def probe_due(self, step: int) -> bool:
         """Every T_curv steps (section 4.3), for methods that read curvature."""
@@ -58,9 +50,9 @@ class Method:
             training_seconds: wall-clock of training so far, probes excluded.
             pool: memory of CUDA graphs that lies idle between two steps.
         """
-        allowance = self._allowance(training_seconds)
-        if allowance <= 0 and self._probe_seconds > 0:
+        if not self.may_probe(training_seconds):
             return None
+        allowance = self._allowance(training_seconds)
         probe = self._estimator.probe(images, labels, max(allowance, 0.0), pool)
         self._probe_seconds += probe.seconds
         for name, spectrum in zip(probe.layers, probe.spectra, strict=True):
@@ -69,6 +61,10 @@ class Method:
             else:
                 self._unreadable.add(name)
         return probe
+
+    def may_probe(self, training_seconds: float) -> bool:
+        """Whether ``curvature.max_overhead`` leaves time for a probe; the first one is always made."""
+        return self._allowance(training_seconds) > 0 or self._probe_seconds == 0
 
     def _allowance(self, training_seconds: float) -> float:
         return self.settings.curvature.max_overhead * training_seconds - self._probe_seconds

@@ -13,7 +13,7 @@ addition are one call, so that a kernel can do them in one pass over memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,6 +40,8 @@ class Network:
     """For each layer the one that reads its result, through norms, activations or a join; the last reads its own."""
     joins: tuple[tuple[nn.Module, str], ...]
     """(module with a ``join_dtype``, name of the layer that consumes its result)."""
+    classes: int | None = None
+    """Logits a sample; ``None``: not known."""
 
 
 class WeightsError(ValueError):
@@ -57,7 +59,7 @@ def build(model: ModelSettings, num_classes: int) -> Network:
         _load(module, _imagenet_state(model.name), "ImageNet weights")
     elif model.weights != "none":
         _load(module, _file_state(Path(model.weights)), model.weights)
-    return describe(module)
+    return replace(describe(module), classes=num_classes)
 
 
 def describe(module: nn.Module) -> Network:

@@ -36,9 +36,15 @@ The argument tells that nothing will be differentiated twice.
 """
 
 
-def as_it_is(differentiated_once: bool) -> contextlib.AbstractContextManager:
-    """The ``Borrow`` of a model whose layers compute in the dtype of their weights anyway."""
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def as_it_is(differentiated_once: bool) -> Iterator[None]:
+    """The ``Borrow`` of a model whose layers compute in the dtype of their weights anyway: TF32 off, nothing else."""
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
 
 
 PROBED_DTYPES = (torch.float32, torch.float64)
@@ -83,7 +89,8 @@ class Estimator(Protocol):
         Args:
             images, labels: (N, C, H, W) and (N,), on the model's device.
             budget_seconds: ``None``: no limit.
-            pool: memory of CUDA graphs that is idle now (``Graph.pool``), for graphs that outlive the probe.
+            pool: memory of CUDA graphs that is idle now (``Graph.pool``), for graphs that outlive the probe; parameters
+                and buffers must then stay where they lie (no ``module.to()``, no ``load_state_dict(assign=True)``).
         """
 
 
@@ -143,8 +150,14 @@ def tapped(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
                     f"layer {name}: expected one call a forward pass, got a second one; "
                     "read its curvature with method.curvature.estimator=hessian and method.curvature.product=exact"
                 )
-            if not output.requires_grad:
+            if output._is_view() or not output.requires_grad:
+                # What overwrites a view gives its base another history, in which no edge of now has a place.
                 output = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+            if not output.requires_grad:
+                raise ValueError(
+                    f"layer {name}: expected a call that autograd records, got one without gradients; "
+                    "use non-reentrant checkpointing, or none"
+                )
             # An edge, not the tensor: what follows may overwrite the tensor in place.
             edge = torch.autograd.graph.get_gradient_edge(output)
             taps[name] = Tap(inputs[0].detach(), edge, output[0].numel())

@@ -95,6 +95,7 @@ class Trainer:
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers))
         self.peaks = _Peaks()
+        self._probe_pool_bytes = 0
         self._record_next = True
         self.step = 0
         self.training_seconds = 0.0
@@ -279,6 +280,8 @@ class Trainer:
         self._close_window()
         started = self.clock.read()
         self.training_seconds = started - self.training_began
+        if not self.method.may_probe(self.training_seconds):
+            return self.clock.read() - started
         count = min(self.settings.method.curvature.batch, self.data.train_count)
         drawn = random.Random(f"{self.seed} {self.step}").sample(range(self.data.train_count), count)
         images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
@@ -293,6 +296,7 @@ class Trainer:
             self.run.warnings.append(reason)
             self.emit("note", {"text": f"curvature probes run eagerly: {reason}"})
         self.peaks.probe = _largest(self.peaks.probe, peak)
+        self._probe_pool_bytes = probe.replayed_bytes
         self.trace.probes.append(ledger.probe_trace(self.step, seconds, peak, probe))
         return seconds
 
@@ -337,7 +341,7 @@ class Trainer:
         if self.settings.memory.enforce:
             return min(found, self.budget_bytes - peak_bytes)
         # A new batch size warms up beside the graphs' memory.
-        return found - self.engine.pool_bytes
+        return found - max(self.engine.pool_bytes, self._probe_pool_bytes)
 
     def _capture_share(self) -> float | None:
         """Share of training time that capturing again would have taken after one more change of plan."""
