@@ -12,7 +12,7 @@ import torch
 from curved import assert_same, batch, layers_of, network, settings, snapshot, used_network
 from torch import nn
 
-from triaccel_bench import fisher, jacobian
+from triaccel_bench import curvature, fisher, jacobian
 from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.graphs import Pool
 from triaccel_bench.jacobian import JacobianEstimator
@@ -85,7 +85,7 @@ def test_labels_follow_the_models_own_probabilities(drawn):
     reading = FisherEstimator(module, {"fc": module.fc}, settings(), 0)
     for _ in range(20):
         reading.probe(torch.zeros(500, 1), torch.zeros(500, dtype=torch.long), None)
-    shares = torch.bincount(torch.cat(drawn), minlength=3) / 10_000
+    shares = torch.bincount(torch.cat(drawn), minlength=3) / len(torch.cat(drawn))
     torch.testing.assert_close(shares, torch.tensor([0.1, 0.7, 0.2]), rtol=0, atol=0.02)
 
 
@@ -210,6 +210,101 @@ def test_a_call_that_autograd_does_not_record_is_named():
         estimator(Unrecorded()).probe(torch.randn(6, 1, 2, 2), torch.zeros(6, dtype=torch.long), None)
 
 
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, 3 * self.weight, self.bias)
+
+
+def tied() -> nn.Module:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 3))
+    module[3].weight = module[1].weight
+    return module
+
+
+def hooked() -> nn.Module:
+    module = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3))
+    module[1].register_forward_hook(lambda layer, inputs, output: 2 * output)
+    return module
+
+
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, images):
+        return nn.functional.linear(images.flatten(1), self.layer.weight, self.layer.bias)
+
+
+@pytest.mark.parametrize(
+    "module, name",
+    [(nn.Sequential(nn.Flatten(), Scaled(4, 3)), "1"), (tied(), "1"), (Functional(), "layer")],
+    ids=["scaled", "tied", "functional"],
+)
+def test_a_weight_that_its_layers_call_does_not_explain_is_named(module, name):
+    images = torch.randn(6, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=f"layer {name}: expected its weight to be used as it is and by its own call"):
+        estimator(module).probe(images, torch.zeros(6, dtype=torch.long), None)
+    layers = layers_of(module)
+    trusted = FisherEstimator(module, layers, settings(), 0, trusted=True)
+    assert len(trusted.probe(images, torch.zeros(6, dtype=torch.long), None).layers) == len(layers)
+
+
+def test_other_peoples_hooks_come_after_ours(drawn):
+    module = hooked()
+    images = torch.randn(6, 1, 2, 2, generator=torch.Generator().manual_seed(0))
+    probe = estimator(module).probe(images, torch.zeros(6, dtype=torch.long), None)
+    truth = torch.linalg.eigvalsh(dense_fisher(module, "1", images, drawn[-1])).flip(0)
+    assert probe.spectra[0].eigenvalues == pytest.approx(truth[:5].tolist(), rel=1e-4, abs=1e-6)
+
+
+def test_integer_images_are_read_in_the_dtype_of_the_weights(drawn):
+    class FromBytes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, images):
+            return self.layer(images.flatten(1).float() / 255)
+
+    module = FromBytes()
+    images = torch.randint(0, 256, (6, 1, 2, 2), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    probe = estimator(module).probe(images, torch.zeros(6, dtype=torch.long), None)
+    gradients = []
+    for image, label in zip(images, drawn[-1], strict=True):
+        value = nn.functional.cross_entropy(module(image[None]), label[None])
+        gradients.append(torch.autograd.grad(value, module.layer.weight)[0].flatten())
+    truth = torch.linalg.eigvalsh(torch.stack(gradients).double().T @ torch.stack(gradients).double() / 6).flip(0)
+    assert probe.spectra[0].eigenvalues == pytest.approx(truth[:5].tolist(), rel=1e-4, abs=1e-8)
+
+
+@pytest.mark.parametrize("product", ["fisher", "exact", "difference", "jacobian"])
+def test_autocast_and_inference_mode_around_a_probe_do_not_matter(product):
+    module = network("plain", nn.ReLU if product == "jacobian" else nn.SiLU)
+    images, labels = batch()
+    changes = {"estimator": "fisher"} if product == "fisher" else {"product": product}
+
+    def read():
+        return curvature.eigenvalues(module, layers_of(module), images, labels, settings(**changes)).values
+
+    expected = read()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(read(), expected)
+    with torch.inference_mode():
+        assert torch.equal(read(), expected)
+
+
+def test_layers_of_another_kind_are_named_at_once():
+    module = nn.Sequential(nn.Conv1d(1, 2, 1), nn.Flatten(), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match="layer 0: expected nn.Linear, or nn.Conv2d with zero padding, got Conv1d"):
+        FisherEstimator(module, {"0": module[0]}, settings(), 0)
+    padded = nn.Conv2d(1, 1, 3, padding=1, padding_mode="circular")
+    with pytest.raises(ValueError, match="layer 0: .* got Conv2d with padding_mode='circular'"):
+        FisherEstimator(nn.Sequential(padded), {"0": padded}, settings(), 0)
+    with pytest.raises(ValueError, match="expected at least one, got none"):
+        FisherEstimator(module, {}, settings(), 0)
+
+
 def test_no_trace():
     module = used_network()
     before = snapshot(module)
@@ -262,7 +357,7 @@ def test_taps_show_each_layer_and_form_no_gradient_of_a_weight():
     module = network("grouped").double()
     images, _ = batch(torch.float64)
     module.eval()
-    with tapped(layers_of(module)) as taps:
+    with tapped(layers_of(module), len(images)) as taps:
         logits = module(images)
     assert list(taps) == list(layers_of(module))
     returned = output_gradients(logits, torch.ones_like(logits), taps.values())

@@ -128,15 +128,19 @@ def test_weight_of_zeros_can_be_differenced():
     assert estimator.probe(*NOTHING, None).spectra[0].eigenvalues == pytest.approx((3, 2))
 
 
-def test_auto_differences_only_grouped_convolutions():
-    def resolved(kind, product="auto"):
-        module = network(kind)
+def test_auto_differences_only_grouped_convolutions_between_smooth_activations():
+    def resolved(kind, product="auto", activation=nn.SiLU):
+        module = network(kind, activation)
         return HessianEstimator(module, layers_of(module), settings(product=product), 0).product
 
     assert [resolved(kind) for kind in ("plain", "strided", "grouped", "depthwise")] == [
         "exact", "exact", "difference", "difference",
     ]  # fmt: skip
+    for kinked in (nn.ReLU, nn.ReLU6, nn.Hardswish, nn.Identity):  # with none, there may be one in the forward itself
+        assert resolved("depthwise", activation=kinked) == "exact"
     assert resolved("plain", "difference") == "difference" and resolved("grouped", "exact") == "exact"
+    with pytest.raises(ValueError, match="take JacobianEstimator"):
+        resolved("plain", "jacobian")
 
 
 def test_a_layer_elsewhere_or_in_16_bits_is_named():
@@ -413,7 +417,7 @@ def test_in_a_lent_pool_one_graph_serves_probe_after_probe(capturing):
 
 
 def test_graph_is_released_and_weight_restored_after_a_fault(capturing, monkeypatch):
-    module = network("depthwise")
+    module = network("depthwise", nn.SiLU)
     before = snapshot(module)
     estimator = HessianEstimator(module, layers_of(module), settings(), 0)
     monkeypatch.setattr(ImmediateGraph, "replay", lambda self: 1 / 0)
@@ -431,7 +435,7 @@ def test_failed_capture_falls_back_for_good_and_says_why(capturing, monkeypatch)
         raise CaptureError("AcceleratorError: operation not permitted when stream is capturing")
 
     monkeypatch.setattr(graphs, "Graph", refuse)
-    module = network("depthwise")
+    module = network("depthwise", nn.SiLU)
     estimator = HessianEstimator(module, layers_of(module), settings(), 0)
     assert estimator.eager_reason is None
     probes = [estimator.probe(*batch(), None) for _ in range(2)]
@@ -489,7 +493,7 @@ class TestOnACard:
             value = loss(module, images, labels)
             return value + 0 * float(value.detach())
 
-        module = network("depthwise").cuda()
+        module = network("depthwise", nn.SiLU).cuda()
         estimator = HessianEstimator(module, layers_of(module), settings(), 0, loss=reading)
         probe = estimator.probe(*batch(device="cuda"), None)
         assert "capturing" in estimator.eager_reason

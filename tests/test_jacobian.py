@@ -102,6 +102,18 @@ def test_unknown_parts_do_not_qualify():
             estimator(module)
 
 
+def test_hooks_and_patched_calls_do_not_qualify():
+    for tamper in (
+        lambda module: module[0].register_forward_hook(lambda part, inputs, output: output**2),
+        lambda module: module.register_forward_pre_hook(lambda part, inputs: None),
+        lambda module: module[1].__dict__.update(forward=torch.sigmoid),
+    ):
+        module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
+        assert piecewise_linear(module)
+        tamper(module)
+        assert not piecewise_linear(module)
+
+
 def test_parts_in_two_places_other_padding_and_batch_statistics_do_not_qualify():
     layer = nn.Linear(4, 4)
     tied = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -142,7 +154,7 @@ def test_which_estimator_serves_which_settings():
 
 def test_too_many_rows_are_refused_where_nobody_knew_their_number_before(monkeypatch):
     module, (images, labels) = network(), batch()
-    monkeypatch.setattr(jacobian, "MOST_ROWS", 35)
+    monkeypatch.setattr(jacobian, "MOST_JACOBIAN_ROWS", 35)
     with pytest.raises(ValueError, match="expected at most 35 rows .* got 36"):
         estimator(module).probe(images, labels, None)
 

@@ -82,6 +82,8 @@ def test_defaults_are_the_papers_where_it_states_them():
     (["method.batch.rho_low=0.95"], ["rho_low=0.95", "rho_high=0.9"]),
     (["method.batch.elastic=maybe"], ["elastic=maybe", "true or false"]),
     (["method.curvature.k=0"], ["curvature.k=0"]),
+    (["method.curvature.product=jacobian", "model=efficientnet_b0"], ["name=efficientnet_b0", "product=auto"]),
+    (["method.curvature.product=jacobian", "dataset=cifar100"], ["batch=32", "num_classes=100", "got 3200"]),
     (["method.curvature.estimator=fisher", "method.curvature.product=exact"], ["estimator=fisher", "product=auto"]),
     (["method.control.interval=0"], ["method.control.interval=0: expected a number of at least 1"]),
     (["device=tpu"], ["device=tpu: expected cpu, cuda or cuda:N"]),

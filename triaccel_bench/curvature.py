@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.hessian import HessianEstimator
-from triaccel_bench.jacobian import MOST_ROWS, JacobianEstimator, check_rows, piecewise_linear
+from triaccel_bench.jacobian import JacobianEstimator, check_rows, piecewise_linear
 from triaccel_bench.probe import Borrow, Estimator, as_it_is, borrowed
-from triaccel_bench.settings import CurvatureSettings
+from triaccel_bench.settings import MOST_JACOBIAN_ROWS, CurvatureSettings
 
 
 def build(
@@ -23,6 +23,7 @@ def build(
     borrow: Borrow = as_it_is,
     kernels: str = "torch",
     rows: int | None = None,
+    trusted: bool = False,
 ) -> Estimator:
     """The estimator that ``settings`` ask for; of the mean cross-entropy of (N, classes) logits.
 
@@ -32,16 +33,17 @@ def build(
 
     Args:
         rows: samples of a probe times classes; ``None``: not known.
+        trusted: as ``FisherEstimator`` takes it.
 
     Raises:
         ValueError: as the estimator does.
     """
     if settings.estimator == "fisher":
-        return FisherEstimator(module, layers, settings, seed, borrow, kernels)
+        return FisherEstimator(module, layers, settings, seed, borrow, kernels, trusted)
     if settings.product == "jacobian":
         check_rows(rows or 0)
         return JacobianEstimator(module, layers, settings, borrow)
-    if settings.product == "auto" and rows is not None and rows <= MOST_ROWS and piecewise_linear(module):
+    if settings.product == "auto" and rows is not None and rows <= MOST_JACOBIAN_ROWS and piecewise_linear(module):
         return JacobianEstimator(module, layers, settings, borrow)
     return HessianEstimator(module, layers, settings, seed, borrow=borrow)
 

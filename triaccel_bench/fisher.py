@@ -13,13 +13,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from triaccel_bench.gram import gram, leading
+from triaccel_bench.gram import check_layers, gram, leading
 from triaccel_bench.graphs import Replayed
 from triaccel_bench.kernels.loss import sampled_gradient
 from triaccel_bench.probe import (
@@ -30,9 +31,14 @@ from triaccel_bench.probe import (
     classifier_output,
     output_gradients,
     tapped,
+    weight_gradients,
     weight_names,
+    wide_dtype,
 )
 from triaccel_bench.settings import CurvatureSettings
+
+VERIFIED = 1e-3
+"""Relative difference of a gradient's square norm by autograd and by samples that rounding does not reach."""
 
 
 class FisherEstimator:
@@ -45,10 +51,12 @@ class FisherEstimator:
         settings: ``k``.
         seed: of the drawn labels; no global generator is touched.
         kernels: the backend, ``triton`` or ``torch``, that draws labels.
+        trusted: whether each layer's weight is known to be used as it is, and by the layer's call alone. Of other
+            models the first probe asks autograd as well.
         now: clock in seconds.
 
     Raises:
-        ValueError: a layer whose weight is no FP32 or FP64 parameter of ``module``.
+        ValueError: a layer of another kind, or whose weight is no FP32 or FP64 parameter of ``module``.
     """
 
     def __init__(
@@ -59,17 +67,20 @@ class FisherEstimator:
         seed: int,
         borrow: Borrow = as_it_is,
         kernels: str = "torch",
+        trusted: bool = False,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        weight_names(module, layers)
+        names = weight_names(module, layers)
+        check_layers(layers)
         self._layers = dict(layers)
         self._sizes = [layer.weight.numel() for layer in layers.values()]
         self._k = settings.k
         self._random = random.Random(seed)
         self._now = now
-        self._matrices = Replayed(
-            partial(_gram_matrices, module, self._layers, kernels), partial(borrowed, module, borrow)
-        )
+        around = partial(borrowed, module, borrow)
+        self._matrices = Replayed(partial(_gram_matrices, module, self._layers, kernels), around)
+        verify = partial(_verify, module, self._layers, names, kernels, around)
+        self._unverified: Callable[[Tensor, Tensor], None] | None = None if trusted else verify
 
     @property
     def eager_reason(self) -> str | None:
@@ -86,7 +97,10 @@ class FisherEstimator:
             torch.cuda.synchronize(device)
         begun = self._now()
         # Of 24 bits, so that none is rounded up to 1.
-        draws = torch.tensor([self._random.getrandbits(24) / 2**24 for _ in range(len(images))]).to(device)
+        draws = torch.tensor([self._random.getrandbits(24) / 2**24 for _ in images], dtype=torch.float32).to(device)
+        if self._unverified is not None:
+            self._unverified(images, draws)
+            self._unverified = None
         matrices = self._matrices(images, draws, pool=pool)
         # On the host: the libraries that CUDA's solver needs take longer to load than a run's probes.
         spectra = leading(matrices.cpu() / len(images), self._sizes, self._k)
@@ -97,13 +111,43 @@ def _gram_matrices(
     module: nn.Module, layers: Mapping[str, nn.Module], kernels: str, images: Tensor, draws: Tensor
 ) -> Tensor:
     """(L, N, N), of zeros for a layer that is not called."""
-    with torch.enable_grad(), tapped(layers) as taps:
+    with torch.enable_grad(), tapped(layers, len(images)) as taps:
         logits = classifier_output(module, images)
     direction = sampled_gradient(logits.detach(), draws, backend=kernels)
     returned = dict(zip(taps, output_gradients(logits, direction, taps.values()), strict=True))
-    matrices = images.new_zeros(len(layers), len(images), len(images))
+    shape = len(layers), len(images), len(images)
+    matrices = torch.zeros(shape, dtype=wide_dtype(layers), device=logits.device)
     for matrix, (name, layer) in zip(matrices, layers.items(), strict=True):
         dy = returned.pop(name, None)
         if dy is not None:
             matrix.copy_(gram(layer, taps.pop(name).x, dy))
     return matrices
+
+
+def _verify(
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    names: Mapping[str, str],
+    kernels: str,
+    around: Callable[[], AbstractContextManager],
+    images: Tensor,
+    draws: Tensor,
+) -> None:
+    """Raise a ValueError that names a layer whose ``sum_ij G[i, j]`` is not ``|sum_i g_i|^2``, by autograd.
+
+    Then its weight is used elsewhere too (tied, in a function), or changed on its way into the layer, or the layer's
+    output by a hook.
+    """
+    with around():
+        matrices = _gram_matrices(module, layers, kernels, images, draws).double().cpu()
+        gradients = weight_gradients(
+            module, names, images, lambda logits: sampled_gradient(logits, draws, backend=kernels)
+        )
+    for name, matrix in zip(layers, matrices, strict=True):
+        found, expected = float(matrix.sum()), float(gradients[name].double().square().sum())
+        if abs(found - expected) > VERIFIED * (expected + float(matrix.trace())):
+            raise ValueError(
+                f"layer {name}: expected its weight to be used as it is and by its own call alone, got a gradient of "
+                f"square norm {expected:.6g} where its calls explain {found:.6g}; "
+                "take method.curvature.estimator=hessian and product=exact"
+            )

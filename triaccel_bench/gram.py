@@ -17,7 +17,7 @@ larger goes in chunks, of groups or (``direct``, one group) of input channels, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,7 +28,7 @@ from torch.nn import functional
 from triaccel_bench.kernels.depthwise import live_taps
 from triaccel_bench.lanczos import Spectrum
 
-__all__ = ["Plan", "gradients", "gram", "leading", "plan", "products"]
+__all__ = ["Plan", "check_layers", "gradients", "gram", "leading", "plan", "products"]
 
 Way = Literal["positions", "direct"]
 
@@ -129,6 +129,22 @@ def plan(
 ) -> Plan:
     """How ``gram`` computes tensors of these shapes, in elements of ``itemsize`` bytes; raises what it raises."""
     return _plan(_case(layer, tuple(x_shape), tuple(dy_shape)), itemsize, way)
+
+
+def check_layers(layers: Mapping[str, nn.Module]) -> None:
+    """Raise a ValueError that names the first layer ``gram`` cannot read."""
+    for name, layer in layers.items():
+        kind = type(layer).__name__.removeprefix("_Cast")
+        if isinstance(layer, nn.Conv2d):
+            if layer.padding_mode == "zeros":
+                continue
+            kind += f" with padding_mode={layer.padding_mode!r}"
+        elif isinstance(layer, nn.Linear):
+            continue
+        raise ValueError(
+            f"layer {name}: expected nn.Linear, or nn.Conv2d with zero padding, got {kind}; "
+            "take method.curvature.estimator=hessian and product=exact"
+        )
 
 
 def leading(matrices: Tensor, sizes: Sequence[int], k: int) -> tuple[Spectrum, ...]:

@@ -42,8 +42,22 @@ A much larger step truncates, a much smaller one cancels; tests hold these again
 
 
 def mean_cross_entropy(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of ``images`` (N, C, H, W) and ``labels`` (N,), in FP32."""
-    return nn.functional.cross_entropy(module(images).float(), labels)
+    """Mean cross-entropy of ``images`` (N, C, H, W) and ``labels`` (N,), in FP32, or FP64 where logits are."""
+    logits = module(images)
+    return nn.functional.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), labels)
+
+
+_SMOOTH = nn.SiLU, nn.GELU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.ELU, nn.CELU, nn.LogSigmoid, nn.Softsign
+_KINKED = (
+    nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.RReLU, nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid, nn.Hardshrink,
+    nn.Softshrink, nn.SELU, nn.Threshold, nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d, nn.AdaptiveMaxPool2d,
+)  # fmt: skip
+
+
+def _smooth(module: nn.Module) -> bool:
+    """Whether its activations are known, and have no kink that a difference of gradients would step over."""
+    parts = list(module.modules())
+    return any(isinstance(part, _SMOOTH) for part in parts) and not any(isinstance(part, _KINKED) for part in parts)
 
 
 class HessianEstimator:
@@ -54,8 +68,8 @@ class HessianEstimator:
         layers: names and modules whose ``weight`` is a parameter of ``module``.
         settings: ``k``, ``iterations``, ``tolerance`` and ``product``. ``exact`` products are
             double backward, ``difference`` ones ``(g(w + e v) - g(w - e v)) / 2e`` of the
-            gradient ``g``: far cheaper where double backward is slow (grouped convolutions, which
-            ``auto`` goes by), but for smooth activations only; units of a ReLU that switch between
+            gradient ``g``: far cheaper where double backward is slow (``auto``: grouped convolutions between
+            smooth activations), but for smooth activations only; units of a ReLU that switch between
             the two points add a jump that the Hessian does not have, often many times its size.
         seed: of the start vectors; no global generator is touched.
         loss: mean loss of ``(module, images, labels)``.
@@ -85,7 +99,7 @@ class HessianEstimator:
         self.product = settings.product
         if settings.product == "auto":
             grouped = any(isinstance(part, _ConvNd) and part.groups > 1 for part in module.modules())
-            self.product = "difference" if grouped else "exact"
+            self.product = "difference" if grouped and _smooth(module) else "exact"
         self._objective = _Objective(module, loss)
         self._names = weight_names(self._objective, layers)
         self._settings = settings

@@ -26,7 +26,7 @@ import torchvision
 from torch import Tensor, nn
 
 from triaccel_bench import models
-from triaccel_bench.gram import gradients, gram, leading, products
+from triaccel_bench.gram import check_layers, gradients, gram, leading, products
 from triaccel_bench.graphs import Replayed
 from triaccel_bench.lanczos import Spectrum, projections
 from triaccel_bench.probe import (
@@ -39,11 +39,9 @@ from triaccel_bench.probe import (
     output_gradients,
     tapped,
     weight_names,
+    wide_dtype,
 )
-from triaccel_bench.settings import CurvatureSettings
-
-MOST_ROWS = 512
-"""Samples times classes up to which a Gram matrix is cheaper than products; its price grows with their square."""
+from triaccel_bench.settings import MOST_JACOBIAN_ROWS, CurvatureSettings
 
 GROUP_BYTES = 12 * 2**20
 """What may be kept of the backward passes of several layers; others need passes of their own."""
@@ -52,7 +50,8 @@ STEPS = 32
 """Of Lanczos on a CUDA device, where no dense solver is fast between 32 and a few thousand rows."""
 
 _LINEAR_PIECEWISE = (
-    nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.LeakyReLU, nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d,
+    nn.Conv2d, nn.Linear, nn.BatchNorm2d, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh, nn.MaxPool2d, nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
     nn.Dropout, nn.Identity, nn.Flatten, nn.Sequential, models.ResNet8, torchvision.models.ResNet,
     torchvision.models.resnet.BasicBlock, torchvision.models.resnet.Bottleneck,
 )  # fmt: skip
@@ -61,10 +60,10 @@ _LINEAR_PIECEWISE = (
 
 def check_rows(rows: int) -> None:
     """Refuse a Gram matrix that would take longer than the products it replaces."""
-    if rows > MOST_ROWS:
+    if rows > MOST_JACOBIAN_ROWS:
         raise ValueError(
-            f"method.curvature.product=jacobian: expected at most {MOST_ROWS} rows (method.curvature.batch x classes), "
-            f"got {rows}; lower method.curvature.batch, or take product=exact"
+            f"method.curvature.product=jacobian: expected at most {MOST_JACOBIAN_ROWS} rows (method.curvature.batch x "
+            f"classes), got {rows}; lower method.curvature.batch, or take product=exact"
         )
 
 
@@ -75,16 +74,21 @@ def piecewise_linear(module: nn.Module) -> bool:
     """
     parts = list(module.modules())
     known = all(
-        type(part) in _LINEAR_PIECEWISE
-        or (isinstance(part, _LINEAR_PIECEWISE) and type(part).__module__.split(".")[0] == __name__.split(".")[0])
-        for part in parts
+        type(part) in _LINEAR_PIECEWISE or (isinstance(part, _LINEAR_PIECEWISE) and _ours(type(part))) for part in parts
     )
+    # Whatever else takes part in a call could be anything.
+    hooks = [hook for part in parts for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+    known = known and all(map(_ours, hooks)) and not any("forward" in part.__dict__ for part in parts)
     padded = all(part.padding_mode == "zeros" for part in parts if isinstance(part, nn.Conv2d))
     fixed = all(part.running_mean is not None for part in parts if isinstance(part, nn.BatchNorm2d))
     once = len(list(module.named_modules(remove_duplicate=False))) == len(parts) and len(
         list(module.named_parameters(remove_duplicate=False))
     ) == len(list(module.parameters()))
     return known and padded and fixed and once
+
+
+def _ours(thing: object) -> bool:
+    return getattr(thing, "__module__", "").split(".")[0] == __name__.split(".")[0]
 
 
 class JacobianEstimator:
@@ -109,11 +113,12 @@ class JacobianEstimator:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         weight_names(module, layers)
+        check_layers(layers)
         if not piecewise_linear(module):
             raise ValueError(
                 "method.curvature.product=jacobian: expected a network of convolutions, linear layers, BatchNorm, ReLU "
-                f"and pooling, each in one place, got a {type(module).__name__} that is not known to be one; "
-                "take auto, exact or difference"
+                f"and pooling, each in one place, got {type(module).__name__} with a part not known as one of them; "
+                "take product=exact, or auto"
             )
         self._layers = dict(layers)
         self._sizes = [layer.weight.numel() for layer in layers.values()]
@@ -156,7 +161,7 @@ def _projected_gram_matrices(
 
     ``facts`` gets the number of rows and of backward passes.
     """
-    with torch.enable_grad(), tapped(layers) as taps:
+    with torch.enable_grad(), tapped(layers, len(images)) as taps:
         logits = classifier_output(module, images)
     probabilities = logits.detach().softmax(1)
     classes = logits.shape[1]
@@ -165,7 +170,7 @@ def _projected_gram_matrices(
     certain = torch.eye(classes, dtype=logits.dtype, device=logits.device)
     directions = probabilities.T.sqrt()[..., None] * (certain[:, None] - probabilities)
     places = {name: place for place, name in enumerate(layers)}
-    matrices = images.new_zeros(len(layers), rows, rows)
+    matrices = torch.zeros(len(layers), rows, rows, dtype=wide_dtype(layers), device=logits.device)
     # The first layers hold the largest images: they come last, when what autograd saved can go.
     groups = list(_groups(layers, taps, rows))[::-1]
     facts.update(rows=rows, passes=classes * len(groups))

@@ -34,7 +34,9 @@ class Method:
         self._probe_seconds = 0.0
         borrow = partial(precision.strict_fp32, network)
         rows = None if network.classes is None else settings.curvature.batch * network.classes
-        parts = network.module, network.layers, settings.curvature, seed, borrow, hardware.kernels, rows
+        # Who built the network knows its classes, and how its weights are used.
+        known = network.classes is not None
+        parts = network.module, network.layers, settings.curvature, seed, borrow, hardware.kernels, rows, known
         self._estimator = curvature.build(*parts) if settings.probes_curvature else None
 
     def probe_due(self, step: int) -> bool:

@@ -138,11 +138,11 @@ def strict_fp32(network: Network, differentiated_once: bool = False) -> Iterator
     plan = current(network)
     flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     told = [part for part in network.module.modules() if hasattr(type(part), "differentiated_once")]
-    apply(network, ["fp32"] * len(plan))
-    allow_tf32(False)
-    for part in told:
-        part.differentiated_once = differentiated_once
     try:
+        apply(network, ["fp32"] * len(plan))
+        allow_tf32(False)
+        for part in told:
+            part.differentiated_once = differentiated_once
         yield
     finally:
         for part in told:

@@ -26,7 +26,9 @@ __all__ = [
     "leaving_no_trace",
     "output_gradients",
     "tapped",
+    "weight_gradients",
     "weight_names",
+    "wide_dtype",
 ]
 
 Borrow = Callable[[bool], contextlib.AbstractContextManager]
@@ -83,8 +85,8 @@ class Estimator(Protocol):
 
         An estimator that reads all layers at once reads all of them.
 
-        Weights, buffers, ``.grad``, flags and generators are bit-equal before and after, also
-        when an exception leaves this method.
+        Weights, ``.grad``, flags, torch's generators, and buffers that a pass in evaluation mode does
+        not write, are bit-equal before and after, also when an exception leaves this method.
 
         Args:
             images, labels: (N, C, H, W) and (N,), on the model's device.
@@ -100,7 +102,9 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
     flags = [(part, part.training) for part in module.modules()]
     on_cuda = device.type == "cuda"
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.autocast(device.type, enabled=False))
         if on_cuda:
             stack.enter_context(torch.cuda.device(device))
         stack.enter_context(torch.random.fork_rng([device] if on_cuda else []))
@@ -132,14 +136,15 @@ class Tap:
 
 
 @contextlib.contextmanager
-def tapped(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
+def tapped(layers: Mapping[str, nn.Module], samples: int) -> Iterator[dict[str, Tap]]:
     """Within the context a forward pass fills what it yields, in the order of the layers' calls.
 
     The layers' outputs carry gradients then, whether or not their weights do:
     ``output_gradients`` reads them without forming the gradient of any weight.
 
     Raises:
-        ValueError: a layer is called a second time: its gradient would be a sum over calls.
+        ValueError: a layer is called a second time (its gradient would be a sum over calls), is not
+            given ``samples`` rows, or is called where autograd does not record.
     """
     taps: dict[str, Tap] = {}
 
@@ -149,6 +154,12 @@ def tapped(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
                 raise ValueError(
                     f"layer {name}: expected one call a forward pass, got a second one; "
                     "read its curvature with method.curvature.estimator=hessian and method.curvature.product=exact"
+                )
+            if not inputs or inputs[0].shape[:1] != (samples,):
+                got = list(inputs[0].shape) if inputs else "a call by keywords"
+                raise ValueError(
+                    f"layer {name}: expected to be called with [{samples}, ...], one row a sample, got {got}; "
+                    "read its curvature with method.curvature.estimator=hessian, product=exact"
                 )
             if output._is_view() or not output.requires_grad:
                 # What overwrites a view gives its base another history, in which no edge of now has a place.
@@ -167,7 +178,8 @@ def tapped(layers: Mapping[str, nn.Module]) -> Iterator[dict[str, Tap]]:
 
     with contextlib.ExitStack() as stack:
         for name, layer in layers.items():
-            stack.callback(layer.register_forward_hook(hook_of(name)).remove)
+            # Before other people's hooks, which may make something else of the output.
+            stack.callback(layer.register_forward_hook(hook_of(name), prepend=True).remove)
         yield taps
 
 
@@ -179,7 +191,28 @@ def output_gradients(
     The backward pass goes no deeper than it must.
     """
     edges = [tap.edge for tap in taps]
+    if not edges:
+        return ()
     return torch.autograd.grad(logits, edges, direction, retain_graph=retain_graph, allow_unused=True)
+
+
+def weight_gradients(
+    module: nn.Module, names: Mapping[str, str], images: Tensor, direction_of: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """By layer, the gradient of ``(logits * direction_of(logits)).sum()`` for its weight, zeros if there is none."""
+    values = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    leaves = {layer: values[name].requires_grad_() for layer, name in names.items()}
+    with torch.enable_grad():
+        logits = torch.func.functional_call(module, values, (images,))
+        found = torch.autograd.grad(
+            logits, tuple(leaves.values()), direction_of(logits.detach()), materialize_grads=True, allow_unused=True
+        )
+    return dict(zip(leaves, found, strict=True))
+
+
+def wide_dtype(layers: Mapping[str, nn.Module]) -> torch.dtype:
+    """FP64 where a weight is, else FP32."""
+    return torch.float64 if any(layer.weight.dtype == torch.float64 for layer in layers.values()) else torch.float32
 
 
 def classifier_output(module: nn.Module, images: Tensor) -> Tensor:
@@ -204,12 +237,16 @@ def weight_names(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str
     Raises:
         ValueError: a layer whose weight is no FP32 or FP64 parameter of ``module``.
     """
+    if not layers:
+        raise ValueError("layers: expected at least one, got none; name the convolutions and linear layers")
     known = {id(parameter): name for name, parameter in module.named_parameters()}
     names = {}
     for name, layer in layers.items():
         weight = getattr(layer, "weight", None)
         if id(weight) not in known or weight.dtype not in PROBED_DTYPES:
             got = f"a {weight.dtype} tensor" if isinstance(weight, Tensor) else "no tensor"
+            if id(weight) not in known and isinstance(weight, Tensor):
+                got += " that is none of its parameters"
             raise ValueError(
                 f"layer {name}: expected its weight to be an FP32 or FP64 parameter of the module, got {got}; "
                 "leave the layer out"

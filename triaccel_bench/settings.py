@@ -207,6 +207,11 @@ class ResultsSettings(_Section):
     reuse: bool
 
 
+RELU_NETWORKS = ("resnet18", "resnet18_cifar", "resnet8")
+"""Models whose logits are piecewise linear in each layer's weight."""
+MOST_JACOBIAN_ROWS = 512
+"""Images of a probe times classes up to which a Gram matrix is cheaper than products: it costs their square."""
+
 _STEMS = {"resnet18": "imagenet", "resnet18_cifar": "cifar", "efficientnet_b0": "imagenet", "resnet8": "cifar"}
 _PRINTED_CELLS = {(data, model) for data in ("cifar10", "cifar100") for model in ("resnet18", "efficientnet_b0")}
 
@@ -264,6 +269,20 @@ class Settings(_Section):
                 f"memory.budget=paper, dataset.name={self.dataset.name} and model.name={self.model.name}: expected a "
                 "cell that Table 1 prints; use memory.budget=fp32 or a number of GB"
             )
+        c = self.method.curvature
+        if self.method.probes_curvature and c.product == "jacobian":
+            rows = c.batch * self.dataset.num_classes
+            if self.model.name not in RELU_NETWORKS:
+                raise ValueError(
+                    f"method.curvature.product=jacobian and model.name={self.model.name}: expected a ReLU network "
+                    f"({', '.join(RELU_NETWORKS)}); use product=auto"
+                )
+            if rows > MOST_JACOBIAN_ROWS:
+                raise ValueError(
+                    f"method.curvature.product=jacobian, method.curvature.batch={c.batch} and dataset.num_classes="
+                    f"{self.dataset.num_classes}: expected at most {MOST_JACOBIAN_ROWS} images x classes, got {rows}; "
+                    "lower method.curvature.batch or use product=auto"
+                )
         if self.model.stem != _STEMS[self.model.name]:
             raise ValueError(
                 f"model.stem={self.model.stem} and model.name={self.model.name}: expected {_STEMS[self.model.name]}; "
