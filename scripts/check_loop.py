@@ -11,6 +11,7 @@ promoted a layer, and brought its batch size to rest.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from collections.abc import Iterator
@@ -122,7 +123,10 @@ def _runs(values: list[int]) -> list[int]:
     return [value for index, value in enumerate(values) if index == 0 or value != values[index - 1]]
 
 
-def main(folders: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folders", nargs="+", help="searched for run.json files, below as well")
+    folders = parser.parse_args(arguments).folders
     paths = sorted(path for folder in folders for path in Path(folder).rglob(RUN_FILE))
     failed = checked = 0
     for path in paths:
@@ -136,14 +140,11 @@ def main(folders: list[str]) -> int:
             failed += not holds
             print(f"  {'pass' if holds else 'FAIL'}  {what}: {evidence}")
     if not checked:
-        print(
-            f"no finished run below {folders or 'the given folders'}; expected a folder with run.json files",
-            file=sys.stderr,
-        )
+        print(f"no finished run below {folders}; expected a folder with run.json files", file=sys.stderr)
         return 2
     print(f"{checked} checks on {len(paths)} records, {failed} failed")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

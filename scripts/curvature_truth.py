@@ -159,6 +159,7 @@ class Checks:
                 self.found.append({
                     "layer": name, "step": step, "look": self._looks[name], "product": product,
                     "error": _relative(found[name][0], values[name]), "converged": converged[name],
+                    "over": found[name][0] - values[name],
                 })  # fmt: skip
 
     def _order(self, name: str) -> tuple[int, bool]:
@@ -166,7 +167,8 @@ class Checks:
 
     def figure(self) -> dict[str, Any]:
         """Median relative error over the references that converged, and how it is spread."""
-        table = pandas.DataFrame(self.found, columns=["layer", "step", "look", "product", "error", "converged"])
+        columns = ["layer", "step", "look", "product", "error", "converged", "over"]
+        table = pandas.DataFrame(self.found, columns=columns)
         good = table[table.converged.astype(bool) & table.error.notna()]
         if good.empty:
             raise RuntimeError(f"none of {len(table)} references converged; train longer or look at a probe alone")
@@ -177,6 +179,7 @@ class Checks:
             "p90": good.error.quantile(0.9),
             "worst": worst.error,
             "worst_layer": f"{worst.layer} at step {worst.step}, look {worst.look}",
+            "too_large": float((good.over > 0).mean()),
             "first_looks": _median(good[good.look == 1].error),
             "later_looks": _median(good[good.look > 1].error),
             "beside_exact": _median(exact.error),

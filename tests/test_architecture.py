@@ -18,6 +18,7 @@ LEVELS = {
         "schedule",
         "probe",
         "rungs",
+        "shortage",
         "gram",
         "convolution",
         "meters",

@@ -64,12 +64,19 @@ def test_an_unforeseen_fault_anywhere_is_a_failed_record_and_shows_where(tmp_pat
     assert (record.status, record.reason) == ("failed", "KeyError: 'lost'")
 
 
-def test_memory_that_does_not_suffice_has_a_status_of_its_own(tmp_path, monkeypatch):
-    error = torch.OutOfMemoryError("CUDA out of memory.\nTried")
+@pytest.mark.parametrize(
+    "error, said",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), "CUDA out of memory."),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"), "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when"),
+    ],
+    ids=["allocator", "cublas"],
+)
+def test_memory_that_does_not_suffice_has_a_status_of_its_own(tmp_path, monkeypatch, error, said):
     monkeypatch.setattr("triaccel_bench.worker.Trainer.train", raising(error))
     run(tmp_path)
     record = read_run(tmp_path / RUN_FILE)
-    assert (record.status, record.reason) == ("oom", "does not fit at batch 16: CUDA out of memory.")
+    assert (record.status, record.reason) == ("oom", f"does not fit at batch 16: {said}")
 
 
 def test_a_full_disk_is_a_failure_with_the_remedy(tmp_path, monkeypatch):

@@ -30,6 +30,7 @@ from triaccel_bench.meters import card_state
 from triaccel_bench.models import WeightsError
 from triaccel_bench.records import Provenance, RunRecord, Trace, planned_run, write_run
 from triaccel_bench.settings import Settings, SettingsError
+from triaccel_bench.shortage import cause_of
 from triaccel_bench.trainer import Diverged, Trainer
 
 REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)
@@ -107,13 +108,15 @@ def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecor
         except Diverged as error:
             run.status, run.reason = "diverged", str(error)
             trainer.finish()
-        except torch.OutOfMemoryError as error:
-            batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
-            run.status, run.reason = "oom", f"does not fit at batch {batch}: {str(error).splitlines()[0]}"
-            if trainer:
-                trainer.finish()
         except Exception as error:
-            _fail(run, error, emit)
+            if cause_of(error) is None:
+                _fail(run, error, emit)
+            else:
+                batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
+                said = (str(error).splitlines() or [type(error).__name__])[0]
+                run.status, run.reason = "oom", f"does not fit at batch {batch}: {said}"
+                if trainer:
+                    trainer.finish()
     return trainer.trace if trainer else None
 
 

@@ -1,0 +1,24 @@
+"""Whether an error says that memory ran out: by its type, or in the words of the library that noticed."""
+
+from __future__ import annotations
+
+import torch
+
+_WORDS = {
+    "allocator": ("CUDA out of memory", "can't allocate memory", "error: out of memory", "[CUDA]: out of memory"),
+    "cublas": ("CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate"),
+    "cudnn": ("CUDNN_STATUS_ALLOC_FAILED", "CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+}
+"""What CUDA's driver, torch's allocators, cuBLAS (which makes its handle when first used) and cuDNN say."""
+
+
+def cause_of(error: BaseException) -> str | None:
+    """``allocator``, ``cublas`` or ``cudnn``: who ran out of memory; ``None`` for any other error.
+
+    A device-side assertion, a wrong shape or an unsupported case is none: smaller batches would not help.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return "allocator"
+    if not isinstance(error, RuntimeError):
+        return None
+    return next((cause for cause, words in _WORDS.items() if any(word in str(error) for word in words)), None)
