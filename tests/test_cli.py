@@ -201,12 +201,16 @@ def test_data_that_is_not_there_is_refused_before_training(tmp_path, run):
     assert not records(tmp_path)
 
 
-def test_a_diverged_run_fails_the_command_and_is_named(tmp_path, run):
-    done = run(*TINY, "method=fp32", "optimizer.lr=1e30", "epochs=20", "method.loss_scale.max_consecutive_skips=4")
+@pytest.mark.parametrize("progress", ["plain", "none"])
+def test_a_diverged_run_fails_the_command_and_is_named(tmp_path, run, progress):
+    changes = "optimizer.lr=1e30", "epochs=20", "method.loss_scale.max_consecutive_skips=4", f"progress={progress}"
+    done = run(*TINY, "method=fp32", *changes)
     assert done.returncode == 1
     (record,) = records(tmp_path)
     assert record["status"] == "diverged" and "max_consecutive_skips=4" in record["reason"]
-    assert "diverged: synthetic/resnet8/fp32 seed 0" in done.stdout
+    said, silent = (done.stdout, done.stderr) if progress == "plain" else (done.stderr, done.stdout)
+    assert "diverged: synthetic/resnet8/fp32 seed 0" in said
+    assert progress == "plain" or silent == ""
 
 
 def test_a_run_whose_process_was_killed_fails_with_its_reason(tmp_path):

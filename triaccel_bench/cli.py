@@ -170,8 +170,13 @@ def _run(jobs: list[Settings]) -> list[Outcome]:
     for outcome in outcomes:
         if outcome.status == "refused":
             print(f"triaccel-bench: {outcome.label}: {outcome.reason}", file=sys.stderr)
-    if jobs[0].progress != "none":
+    silent = jobs[0].progress == "none"
+    if not silent:
         _summarise(outcomes)
+    for outcome in outcomes:
+        if outcome.status not in ("done", "refused"):
+            said = f"{outcome.status}: {outcome.label} seed {outcome.seed}: {outcome.reason}"
+            print(said, file=sys.stderr if silent else sys.stdout)
     return outcomes
 
 
@@ -180,9 +185,6 @@ def _summarise(outcomes: list[Outcome]) -> None:
     if folders:
         print()
         render_terminal(table1(read_results(sorted(folders))))
-    for outcome in outcomes:
-        if outcome.status not in ("done", "refused"):
-            print(f"{outcome.status}: {outcome.label} seed {outcome.seed}: {outcome.reason}")
 
 
 def _exit_code(outcomes: list[Outcome]) -> int:
