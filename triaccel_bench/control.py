@@ -60,6 +60,8 @@ class State:
     changes_epoch: int = -1
     changes: int = 0
     seen: rungs.Seen = rungs.Seen()
+    ceiling: int | None = None
+    """Above this batch memory has run out; ``None``: it has not."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,20 @@ def next_batch(signals: Signals, state: State, rules: BatchSettings) -> tuple[St
     """B(t+1) of section 3.3; the new state and the reason in words."""
     if signals.memory_bytes is None or signals.budget_bytes is None:
         return state, "hold: no memory reading"
+    if state.ceiling is not None:
+        rules = rules.model_copy(update={"max": min(rules.max, state.ceiling)})
     reading = rungs.Reading(state.batch, signals.memory_bytes, signals.budget_bytes, signals.free_bytes)
     seen = state.seen.with_reading(reading)
     batch, reason = rungs.next_rung(reading, seen, rules)
     return replace(state, seen=seen, batch=batch), reason
+
+
+def back_off(state: State, rules: BatchSettings) -> State | None:
+    """After memory ran out at B: the next rung below, which is from then on the highest; ``None`` at the floor."""
+    smaller = max(rules.min, state.batch - rules.down)
+    if smaller >= state.batch:
+        return None
+    return replace(state, batch=smaller, ceiling=smaller, seen=rungs.Seen(peaks=state.seen.peaks))
 
 
 def _assign(variance: Sequence[float], state: State, rules: PrecisionSettings) -> State:

@@ -229,6 +229,16 @@ class ElasticSampler:
         self.taken = self._n if self.remaining - size < MIN_LEFTOVER else first + size
         return self._order[first : self.taken]
 
+    def put_back(self, count: int) -> None:
+        """The last ``count`` indices were not used: the next batch begins with them.
+
+        Raises:
+            ValueError: fewer were taken.
+        """
+        if count > self.taken:
+            raise ValueError(f"count={count}: expected at most {self.taken} samples taken; put back what was taken")
+        self.taken -= count
+
 
 @dataclass(frozen=True)
 class Draws:

@@ -12,11 +12,11 @@ whatever the capture must not meet for the first time.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,36 +26,21 @@ from torch.nn import functional
 from triaccel_bench import models, precision
 from triaccel_bench.convolution import WeightGradients
 from triaccel_bench.graphs import CaptureError, Graph, Pool
-from triaccel_bench.kernels.bookkeeping import COUNTERS, StepScalars
+from triaccel_bench.kernels.bookkeeping import StepScalars
 from triaccel_bench.kernels.loss import cross_entropy
 from triaccel_bench.kernels.moments import GradientMoments
 from triaccel_bench.kernels.update import FusedSGD
 from triaccel_bench.models import Network
+from triaccel_bench.reading import Reading, start_reading
 from triaccel_bench.schedule import Schedule
 from triaccel_bench.settings import MethodSettings, OptimizerSettings
+from triaccel_bench.snapshot import Snapshot
+
+SIZES_A_PLAN = 2
+"""Batch sizes that a new plan has to capture: B, and what is left at an epoch's end."""
 
 Source = Callable[..., tuple[Tensor, Tensor]]
 """``(dtype, *inputs) -> (images, labels)``: the batch that a step's inputs stand for, images in ``dtype``."""
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What one host read-back brings: cumulative counters, statistics, loss scale and learning rate."""
-
-    loss_sum: float
-    """Sum over samples of the losses that were finite."""
-    loss_samples: int
-    correct: int
-    samples: int
-    samples_applied: int
-    steps_skipped: int
-    consecutive_skips: int
-    """Skipped steps up to now without an applied one between."""
-    longest_skip_run: int
-    learning_rate: float
-    loss_scale: float
-    variance: tuple[float, ...] | None
-    """v_l(t), the EMA over applied steps; ``None`` before the first one or without statistics."""
 
 
 def as_given(dtype: torch.dtype, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,6 +126,16 @@ class Engine:
         self._cached, self._tight = cached, tight
         self._captured_before: set[tuple] = set()
         self._tries_cold = True
+        scalars, moments = self.scalars, self.moments
+        self._before = Snapshot(
+            [
+                *network.module.buffers(),
+                *(scalars.counters, scalars.learning_rate, scalars.loss_scale, scalars.growth_tracker),
+                *(scalars.inverse_scale, scalars.applied_inverse_scale),
+                *(moments.nonfinite, moments.variance, moments.ema, moments.updates),
+            ]
+        )
+        self._begun = False
         self._pool: Pool | None = None
         self._steps: OrderedDict[tuple, _Captured] = OrderedDict()
         self._warm: set[tuple] = set()
@@ -180,7 +175,8 @@ class Engine:
 
         Returns how: "replayed", "warmed" or "captured" on the way there, or "eager".
         """
-        outcome, seconds, key = self._run("step", self._whole_step, *inputs)
+        outcome, seconds, key = self._run("step", self._undoable_step, *inputs)
+        self._begun = False
         if outcome != "replayed":
             self.captures += outcome == "captured"
             self.capture_seconds += seconds
@@ -188,6 +184,13 @@ class Engine:
             if outcome == "captured":
                 self._captured_before.add(key)
         return outcome
+
+    def _undoable_step(self, *inputs: Tensor) -> None:
+        # A captured step allocates nothing when it is replayed, and is not executed when it is captured.
+        if not (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._before.take()
+            self._begun = True
+        self._whole_step(*inputs)
 
     def _whole_step(self, *inputs: Tensor) -> None:
         images, labels = self._source(self._input_dtype, *inputs)
@@ -267,6 +270,23 @@ class Engine:
         tries = self._tries_cold and not self._tight and not torch.backends.cudnn.benchmark
         return tries and key in self._captured_before
 
+    def recover(self) -> None:
+        """After a step or an evaluation that raised: everything as before it, its memory and that of graphs free.
+
+        Weights and momentum are as before in any case: nothing is allocated once their update has begun.
+        """
+        if self._begun:
+            self._before.restore()
+            self._begun = False
+        for leaf in self._leaves:
+            leaf.grad = None
+        # Cycles through a failed step's frames hold its tensors.
+        gc.collect()
+        self._give_memory_back()
+        self._warm.clear()
+        if self._one.is_cuda:
+            torch.cuda.empty_cache()
+
     @property
     def idle_pool(self) -> Any:
         """The pool of the captured steps, whose memory nobody needs between two of them; ``None`` if it may go."""
@@ -276,6 +296,13 @@ class Engine:
     def pool_bytes(self) -> int:
         """What captured steps keep from everybody else, to need it at their replay."""
         return max((captured.graph.peak_bytes for captured in self._steps.values()), default=0)
+
+    def capture_share(self, training_seconds: float) -> float | None:
+        """Share of that time that capturing again would have taken after one more change of plan."""
+        if self.eager_reason is not None or self.captures == 0 or training_seconds <= 0:
+            return None
+        one_more = SIZES_A_PLAN * self.capture_seconds / self.captures
+        return (self.recapture_seconds + one_more) / training_seconds
 
     def _give_memory_back(self) -> None:
         self._release_captures()
@@ -319,41 +346,11 @@ class Engine:
 
         The call that is returned waits for it, but for no step that is begun in between.
         """
-        scalars = self.scalars
-        parts = [scalars.counters, scalars.learning_rate[None].double(), scalars.loss_scale[None].double()]
-        if self._track:
-            parts += [self.moments.updates.double(), self.moments.ema.double()]
-        values = torch.cat(parts)
-        if not values.is_cuda:
-            return partial(self._reading_of, values)
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-
-        def finish() -> Reading:
-            copied.synchronize()
-            return self._reading_of(host)
-
-        return finish
+        return start_reading(self.scalars, self.moments if self._track else None)
 
     def read(self) -> Reading:
         """``start_reading``, and the wait for it."""
         return self.start_reading()()
-
-    def _reading_of(self, host: Tensor) -> Reading:
-        values = host.tolist()
-        counters = dict(zip(COUNTERS, values, strict=False))
-        loss_sum = counters.pop("loss_sum")
-        learning_rate, loss_scale, *statistics = values[len(COUNTERS) :]
-        variance = tuple(statistics[1:]) if self._track and statistics[0] > 0 else None
-        return Reading(
-            loss_sum=loss_sum,
-            **{name: int(value) for name, value in counters.items()},
-            learning_rate=learning_rate,
-            loss_scale=loss_scale,
-            variance=variance,
-        )
 
     @torch.no_grad()
     def evaluate(self, batches) -> tuple[float, int, int]:

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from triaccel_bench.control import Decision, Signals, State
-from triaccel_bench.engine import Reading
 from triaccel_bench.meters import Readings
 from triaccel_bench.models import Network
 from triaccel_bench.probe import LayerCurvature, Probe
+from triaccel_bench.reading import Reading
 from triaccel_bench.records import DecisionTrace, LayerRecord, ProbeTrace, RunRecord, finite
 
 

@@ -71,6 +71,20 @@ class CardState(NamedTuple):
     temperature_celsius: int | None
 
 
+@dataclass
+class Peaks:
+    """Peak bytes since the last control step, and of the epoch; ``None`` where nothing was measured."""
+
+    window: int | None = None
+    epoch: int | None = None
+    probe: int | None = None
+
+
+def largest(*values: int | None) -> int | None:
+    """The largest that was measured; ``None`` if none was."""
+    return max((value for value in values if value is not None), default=None)
+
+
 class MemoryMeter:
     """What a run asks of its meter; on its own it measures nothing.
 

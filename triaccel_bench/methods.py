@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -91,6 +92,15 @@ class Method:
         )
         self.decision, self.state = control.decide(signals, self.state, self.settings, self._executed_of)
         return signals, self.decision
+
+    def back_off(self) -> bool:
+        """Go on with a smaller B after memory ran out, whether B is elastic or not; False: there is none."""
+        smaller = control.back_off(self.state, self.settings.batch)
+        if smaller is None:
+            return False
+        self.state = smaller
+        self.decision = replace(self.decision, batch=smaller.batch, batch_reason="shrink: memory ran out")
+        return True
 
     def lambda_max(self) -> tuple[float | None, ...] | None:
         """Newest largest eigenvalue of each layer; NaN where it was probed and could not be read."""

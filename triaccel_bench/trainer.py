@@ -10,18 +10,19 @@ import gc
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from triaccel_bench import ledger, models, precision
-from triaccel_bench.data import DeviceData, ImageSet
-from triaccel_bench.engine import Engine, Reading
+from triaccel_bench import control, ledger, models, precision
+from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet
+from triaccel_bench.engine import Engine
 from triaccel_bench.hardware import Hardware, executed_dtype, kernels_for
-from triaccel_bench.meters import Clock, MemoryMeter, open_meter
+from triaccel_bench.meters import Clock, MemoryMeter, Peaks, largest, open_meter
 from triaccel_bench.methods import Method, resolve_budget
+from triaccel_bench.reading import Reading
 from triaccel_bench.records import EpochRecord, RunRecord, Trace, finite
+from triaccel_bench.recovery import Recovery
 from triaccel_bench.schedule import batch_rate_factor, make_schedule
 from triaccel_bench.settings import Settings
 
@@ -31,23 +32,11 @@ WARM_UP_STEPS = 2
 PLANS_TO_COMPILE = (("fp16",), ("bf16",), ("fp32",), ("fp16", "bf16", "fp32"))
 """Dtypes, repeated over the layers, that a method with adaptive precision may mix: their kernels compile beforehand."""
 
-SIZES_A_PLAN = 2
-"""Batch sizes that a new plan has to capture: B, and what is left at an epoch's end."""
-
 Emit = Callable[[str, dict[str, Any]], None]
 
 
 class Diverged(RuntimeError):
     """Too many non-finite steps in a row, or a last epoch that applied no step or ends in a loss that is not finite."""
-
-
-@dataclass
-class _Peaks:
-    """Peak bytes since the last control step, and of the epoch; ``None`` where nothing was measured."""
-
-    window: int | None = None
-    epoch: int | None = None
-    probe: int | None = None
 
 
 class Trainer:
@@ -92,9 +81,10 @@ class Trainer:
         torch.manual_seed(seed)
         self.network, self.method, self.engine = self._assemble(self._reason_for_eager_steps())
         self.meter = self._meter_of(self.engine)
+        self.recovery = Recovery(run, self.engine, self.emit)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers))
-        self.peaks = _Peaks()
+        self.peaks = Peaks()
         self._probe_pool_bytes = 0
         self._record_next = True
         self.step = 0
@@ -199,7 +189,7 @@ class Trainer:
         return self.trace
 
     def _epoch(self, epoch: int, before: Reading) -> tuple[EpochRecord, Reading]:
-        self.peaks = _Peaks()
+        self.peaks = Peaks()
         self._begin_window()
         self._record_next = True
         plan_changes = 0
@@ -212,9 +202,7 @@ class Trainer:
         sampler = self.data.begin_epoch(self.seed, epoch)
         reading_begun = None
         while sampler.remaining:
-            indices = sampler.take(self.method.decision.batch)
-            self._train_step(indices)
-            sizes.append(len(indices))
+            sizes.append(self._train_step(sampler))
             chosen.append(self.method.decision.batch)
             if reading_begun is not None:
                 # A step later, so that the device is at work while the host decides.
@@ -239,10 +227,14 @@ class Trainer:
         self._check(reading)
 
         evaluation_started = self.clock.read()
-        loss_sum, correct, samples = self.engine.evaluate(self.data.eval_batches(self.settings.evaluation.batch))
+        loss_sum, correct, samples = self.recovery.in_halves(
+            "an evaluation",
+            self.settings.evaluation.batch,
+            lambda size: self.engine.evaluate(self.data.eval_batches(size)),
+        )
         evaluation_seconds = self.clock.read() - evaluation_started
         self._close_window()
-        self.peaks.epoch = _largest(self.peaks.epoch, self.peaks.window)
+        self.peaks.epoch = largest(self.peaks.epoch, self.peaks.window)
         record = EpochRecord(
             epoch=epoch,
             evaluation_loss=finite(loss_sum / samples),
@@ -264,16 +256,35 @@ class Trainer:
         )
         return record, reading
 
-    def _train_step(self, indices: torch.Tensor) -> None:
-        recording = self.meter.recording() if self._record_next else nullcontext()
-        with recording:
-            outcome = self.engine.step(indices)
+    def _train_step(self, sampler: ElasticSampler) -> int:
+        """One step over the next samples, fewer of them where memory runs out; returns how many."""
+        while True:
+            indices = sampler.take(self.method.decision.batch)
+            outcome, failed = self.recovery.attempt(
+                f"a step of {len(indices)}", lambda batch=indices: self._step(batch)
+            )
+            if failed is None:
+                break
+            sampler.put_back(len(indices))
+            if not self.method.back_off():
+                raise torch.OutOfMemoryError(failed)
+            self._follow(self.method.decision)
         if outcome == "warmed" and self.settings.engine.autotune:
             # What cuDNN tried out belongs to the epoch's peak, but tells the controller nothing of the next step's.
-            self.peaks.epoch = _largest(self.peaks.epoch, self.meter.window_peak_bytes())
+            self.peaks.epoch = largest(self.peaks.epoch, self.meter.window_peak_bytes())
             self._begin_window()
         self._record_next = False
         self.step += 1
+        return len(indices)
+
+    def _step(self, indices: torch.Tensor) -> str:
+        with self.meter.recording() if self._record_next else nullcontext():
+            return self.engine.step(indices)
+
+    def _follow(self, decision: control.Decision) -> None:
+        """Put its rates and its batch size's share in the rate in force."""
+        rules = self.settings.method.batch
+        self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
 
     def _probe(self) -> float:
         """Read curvature; its peak is kept apart from the training window's. Returns the seconds it took."""
@@ -285,7 +296,10 @@ class Trainer:
         count = min(self.settings.method.curvature.batch, self.data.train_count)
         drawn = random.Random(f"{self.seed} {self.step}").sample(range(self.data.train_count), count)
         images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
-        probe = self.method.probe(images, labels, self.step, self.training_seconds, self.engine.idle_pool)
+        probe, _ = self.recovery.attempt(
+            "a curvature probe, which is left out",
+            lambda: self.method.probe(images, labels, self.step, self.training_seconds, self.engine.idle_pool),
+        )
         seconds = self.clock.read() - started
         peak = self.meter.window_peak_bytes(0 if probe is None else probe.replayed_bytes)
         self._begin_window()
@@ -295,7 +309,7 @@ class Trainer:
         if reason is not None and reason not in self.run.warnings:
             self.run.warnings.append(reason)
             self.emit("note", {"text": f"curvature probes run eagerly: {reason}"})
-        self.peaks.probe = _largest(self.peaks.probe, peak)
+        self.peaks.probe = largest(self.peaks.probe, peak)
         self._probe_pool_bytes = probe.replayed_bytes
         self.trace.probes.append(ledger.probe_trace(self.step, seconds, peak, probe))
         return seconds
@@ -313,17 +327,17 @@ class Trainer:
         self._check(reading)
         self._close_window()
         memory_bytes, self.peaks.window = self.peaks.window, None
-        self.peaks.epoch = _largest(self.peaks.epoch, memory_bytes)
+        self.peaks.epoch = largest(self.peaks.epoch, memory_bytes)
         free_bytes = self._headroom_bytes(memory_bytes)
         before = self.method.decision
+        capturing = self.engine.capture_share(self.training_seconds)
         signals, decision = self.method.decide(
-            epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes, self._capture_share()
+            epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing
         )
         if decision.executed != before.executed:
             self.engine.set_plan(decision.executed)
         if decision.rates != before.rates or decision.batch != before.batch:
-            rules = self.settings.method.batch
-            self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
+            self._follow(decision)
         self._record_next = True
         self.trace.decisions.append(ledger.decision_trace(step, signals, before, decision))
         done = epoch - 1 + share_of_epoch
@@ -343,21 +357,13 @@ class Trainer:
         # A new batch size warms up beside the graphs' memory.
         return found - max(self.engine.pool_bytes, self._probe_pool_bytes)
 
-    def _capture_share(self) -> float | None:
-        """Share of training time that capturing again would have taken after one more change of plan."""
-        engine = self.engine
-        if engine.eager_reason is not None or engine.captures == 0 or self.training_seconds <= 0:
-            return None
-        one_more = SIZES_A_PLAN * engine.capture_seconds / engine.captures
-        return (engine.recapture_seconds + one_more) / self.training_seconds
-
     def _begin_window(self) -> None:
         self.meter.begin_window()
         self.engine.replayed_bytes = 0
 
     def _close_window(self) -> None:
         peak = self.meter.window_peak_bytes(self.engine.replayed_bytes)
-        self.peaks.window = _largest(self.peaks.window, peak)
+        self.peaks.window = largest(self.peaks.window, peak)
         self._begin_window()
 
     def _check(self, reading: Reading) -> None:
@@ -389,7 +395,3 @@ class Trainer:
         ledger.fill_final_state(
             self.run, self.network, method.decision, method.state, variance, method.curvature, self.step
         )
-
-
-def _largest(*values: int | None) -> int | None:
-    return max((value for value in values if value is not None), default=None)

@@ -1,0 +1,57 @@
+"""Memory that runs out is an event of a run: it is told, all is as before, and what failed can be tried smaller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from triaccel_bench.engine import Engine
+from triaccel_bench.records import RunRecord
+from triaccel_bench.shortage import cause_of
+
+Result = TypeVar("Result")
+
+
+class Recovery:
+    """Attempts at what may not fit, each followed by ``Engine.recover`` where it did not.
+
+    Args:
+        run: ``retries`` counts causes, ``warnings`` get a sentence each.
+        emit: gets that sentence as a note.
+    """
+
+    def __init__(self, run: RunRecord, engine: Engine, emit: Callable[[str, dict[str, Any]], None]) -> None:
+        self._run, self._engine, self._emit = run, engine, emit
+
+    def attempt(self, what: str, call: Callable[[], Result]) -> tuple[Result | None, str | None]:
+        """``(call(), None)``, or ``(None, the error's words)`` if memory ran out; any other error is raised."""
+        try:
+            return call(), None
+        except Exception as error:
+            cause = cause_of(error)
+            if cause is None:
+                raise
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+        # Outside of the handler, whose error holds the frames of what failed, and with them its tensors.
+        self._engine.recover()
+        self._run.retries[cause] = self._run.retries.get(cause, 0) + 1
+        text = f"memory ran out in {what} ({cause}): {said}"
+        self._run.warnings.append(text)
+        self._emit("note", {"text": text})
+        return None, said
+
+    def in_halves(self, what: str, size: int, call: Callable[[int], Result]) -> Result:
+        """``call(size)``, or of the half as often as it takes.
+
+        Raises:
+            torch.OutOfMemoryError: not even one fits.
+        """
+        while True:
+            result, said = self.attempt(f"{what} of {size}", lambda size=size: call(size))
+            if said is None:
+                return result
+            if size == 1:
+                raise torch.OutOfMemoryError(said)
+            size = max(1, size // 2)
