@@ -86,7 +86,7 @@ def undisturbed_at(sizes: list[int], *overrides: str):
         wanted = left.pop(0)
         if wanted != made.method.decision.batch and wanted in (8, 16, 24):
             while made.method.decision.batch > wanted:
-                made.method.state = control.back_off(made.method.state, rules)
+                made.method.state = control.back_off(made.method.state, rules, made.method.decision.batch)
                 made.method.decision = made.method.decision.__class__(
                     **{**vars(made.method.decision), "batch": made.method.state.batch}
                 )
@@ -106,7 +106,7 @@ def test_a_step_that_runs_out_is_undone_and_its_samples_go_on_in_smaller_batches
     made, run, sizes = disturbed(where, at)
     made.train()
     assert run.retries == {"allocator": 1}
-    assert any("memory ran out in a step of" in text and ERROR in text for text in run.warnings)
+    assert any("memory ran out in step" in text and ERROR in text for text in run.warnings)
     assert [epoch.samples_seen for epoch in run.epochs] == [100, 100]
     whole = at - 1 - (where == "forward" and at > 3)  # an evaluation is a forward pass, too
     assert sizes[:whole] == [32, 32, 36, 32, 32, 36][:whole] and sizes[whole] == 24
@@ -126,7 +126,7 @@ def test_dropout_draws_again_what_it_drew():
         torch.manual_seed(7)
         sampler = made.data.begin_epoch(0, 1)
         if fault:
-            made.method.back_off = lambda: True  # the same size again
+            made.method.back_off = lambda tried: True  # the same size again
         made._train_step(sampler)
         results.append(everything(made))
     for name, value in results[0].items():
@@ -220,9 +220,79 @@ def test_a_probe_that_does_not_fit_is_left_out(monkeypatch):
 def test_memory_that_ran_out_is_a_ceiling_for_growth():
     rules = settings("method=triaccel_batch").method
     _, state = control.start(1, rules, lambda level: level)
-    state = control.back_off(control.replace(state, batch=96), rules.batch.model_copy(update={"min": 32, "down": 32}))
+    state = control.back_off(
+        control.replace(state, batch=96), rules.batch.model_copy(update={"min": 32, "down": 32}), 96
+    )
     assert (state.batch, state.ceiling) == (64, 64)
     signals = control.Signals(0, None, None, 10, 1000)
     later, reason = control.next_batch(signals, state, rules.batch.model_copy(update={"max": 512}))
     assert later.batch == 64 and "batch.max=64" in reason
-    assert control.back_off(control.replace(state, batch=8), rules.batch.model_copy(update={"min": 8})) is None
+    assert control.back_off(control.replace(state, batch=8), rules.batch.model_copy(update={"min": 8}), 8) is None
+
+
+def test_a_tail_that_does_not_fit_gets_smaller():
+    rules = settings("method=fp32").method.batch.model_copy(update={"min": 8, "down": 8})
+    _, state = control.start(1, settings("method=fp32").method, lambda level: level)
+    assert control.back_off(control.replace(state, batch=32), rules, 16).batch == 8
+    assert control.back_off(control.replace(state, batch=32), rules, 36).batch == 24
+    assert control.back_off(control.replace(state, batch=32), rules, 8) is None
+
+
+def test_what_did_not_fit_is_no_reading_of_the_next_size():
+    made, run, _ = disturbed("forward", 2, "method=triaccel_batch", "method.batch.max=32")
+    sampler = made.data.begin_epoch(0, 1)
+    made._train_step(sampler)
+    made.peaks.window = 10**12
+    made._train_step(sampler)
+    assert made.method.decision.batch == 24 and (made.peaks.window or 0) < 10**9
+
+
+def test_a_size_that_an_evaluation_fitted_in_is_kept(monkeypatch):
+    made, run = trainer(settings(*BASE, "evaluation.batch=32"), images(train=64, evaluation=32))
+    sizes, evaluate = [], Engine._evaluate_batch
+
+    def at_most_sixteen(self, batch, labels):
+        sizes.append(len(labels))
+        if len(labels) > 16:
+            raise torch.OutOfMemoryError(ERROR)
+        evaluate(self, batch, labels)
+
+    monkeypatch.setattr(Engine, "_evaluate_batch", at_most_sixteen)
+    made.train()
+    assert sizes == [32, 16, 16, 16, 16] and run.retries == {"allocator": 1}
+
+
+def test_a_failed_probe_is_paid_for(monkeypatch):
+    made, run = trainer(settings("method=triaccel_curvature", "method.curvature.every=1", "epochs=1"))
+    calls = []
+
+    def never(*arguments):
+        calls.append(1)
+        raise torch.OutOfMemoryError(ERROR)
+
+    monkeypatch.setattr(made.method._estimator, "probe", never)
+    monkeypatch.setattr(Method, "_allowance", lambda self, training_seconds: -self._probe_seconds)
+    made.train()
+    assert len(calls) == 1 == run.retries["allocator"]
+
+
+def test_a_warm_up_that_does_not_fit_is_left_out(monkeypatch):
+    real = Engine.step
+
+    def at_most_eight(self, indices):
+        if len(indices) > 8:
+            raise torch.OutOfMemoryError(ERROR)
+        return real(self, indices)
+
+    monkeypatch.setattr(Engine, "step", at_most_eight)
+    made, run = trainer(settings(*BASE), images(train=64))
+    made.train()
+    assert run.retries == {"allocator": 3} and run.epochs[-1].batch_max == 8
+
+
+def test_where_graphs_held_memory_the_same_is_tried_once_more():
+    made, run, sizes = disturbed("forward", 2)
+    recover, held = made.engine.recover, [True]
+    made.engine.recover = lambda: recover() or bool(held and held.pop())
+    made.train()
+    assert run.retries == {"allocator": 1} and set(sizes) == {32, 36}

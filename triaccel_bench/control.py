@@ -134,7 +134,7 @@ def decide(
             # and the next reading will differ from it by more than what a rung adds.
             if resized.batch > state.batch:
                 resized, reason = replace(resized, batch=state.batch), f"hold: the plan changes ({reason})"
-            resized = replace(resized, seen=resized.seen.under_a_new_plan())
+            resized = replace(resized, seen=resized.seen.under_a_new_plan(), ceiling=None)
         state = resized
     return Decision(after, executed, state.promoted, state.rates, state.batch, reason, after != before), state
 
@@ -217,10 +217,15 @@ def next_batch(signals: Signals, state: State, rules: BatchSettings) -> tuple[St
     return replace(state, seen=seen, batch=batch), reason
 
 
-def back_off(state: State, rules: BatchSettings) -> State | None:
-    """After memory ran out at B: the next rung below, which is from then on the highest; ``None`` at the floor."""
+def back_off(state: State, rules: BatchSettings, tried: int) -> State | None:
+    """After memory ran out with ``tried`` samples: the next rung below B with fewer; ``None`` if there is none.
+
+    It is the highest from then on, under the plan in force.
+    """
     smaller = max(rules.min, state.batch - rules.down)
-    if smaller >= state.batch:
+    while smaller >= tried and smaller > rules.min:
+        smaller = max(rules.min, smaller - rules.down)
+    if smaller >= min(tried, state.batch):
         return None
     return replace(state, batch=smaller, ceiling=smaller, seen=rungs.Seen(peaks=state.seen.peaks))
 

@@ -270,11 +270,13 @@ class Engine:
         tries = self._tries_cold and not self._tight and not torch.backends.cudnn.benchmark
         return tries and key in self._captured_before
 
-    def recover(self) -> None:
+    def recover(self) -> bool:
         """After a step or an evaluation that raised: everything as before it, its memory and that of graphs free.
 
         Weights and momentum are as before in any case: nothing is allocated once their update has begun.
+        Returns whether there were graphs, without which the same might fit.
         """
+        held = bool(self._steps)
         if self._begun:
             self._before.restore()
             self._begun = False
@@ -286,6 +288,7 @@ class Engine:
         self._warm.clear()
         if self._one.is_cuda:
             torch.cuda.empty_cache()
+        return held
 
     @property
     def idle_pool(self) -> Any:

@@ -10,6 +10,7 @@ from what a layer read and what came back to it. BatchNorm is in evaluation mode
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -80,11 +81,14 @@ class FisherEstimator:
         around = partial(borrowed, module, borrow)
         self._matrices = Replayed(partial(_gram_matrices, module, self._layers, kernels), around)
         verify = partial(_verify, module, self._layers, names, kernels, around)
-        self._unverified: Callable[[Tensor, Tensor], None] | None = None if trusted else verify
+        self._unverified: Callable[[Tensor, Tensor], bool] | None = None if trusted else verify
 
     @property
     def eager_reason(self) -> str | None:
         return self._matrices.eager_reason
+
+    def release(self) -> None:
+        self._matrices.release()
 
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
         """Refresh every layer; as ``Estimator.probe``. ``labels`` are not read.
@@ -98,8 +102,7 @@ class FisherEstimator:
         begun = self._now()
         # Of 24 bits, so that none is rounded up to 1.
         draws = torch.tensor([self._random.getrandbits(24) / 2**24 for _ in images], dtype=torch.float32).to(device)
-        if self._unverified is not None:
-            self._unverified(images, draws)
+        if self._unverified is not None and self._unverified(images, draws):
             self._unverified = None
         matrices = self._matrices(images, draws, pool=pool)
         # On the host: the libraries that CUDA's solver needs take longer to load than a run's probes.
@@ -132,8 +135,10 @@ def _verify(
     around: Callable[[], AbstractContextManager],
     images: Tensor,
     draws: Tensor,
-) -> None:
+) -> bool:
     """Raise a ValueError that names a layer whose ``sum_ij G[i, j]`` is not ``|sum_i g_i|^2``, by autograd.
+
+    False where they are no numbers, which tells nothing.
 
     Then its weight is used elsewhere too (tied, in a function), or changed on its way into the layer, or the layer's
     output by a hook.
@@ -145,9 +150,12 @@ def _verify(
         )
     for name, matrix in zip(layers, matrices, strict=True):
         found, expected = float(matrix.sum()), float(gradients[name].double().square().sum())
+        if not math.isfinite(found + expected):
+            return False
         if abs(found - expected) > VERIFIED * (expected + float(matrix.trace())):
             raise ValueError(
                 f"layer {name}: expected its weight to be used as it is and by its own call alone, got a gradient of "
                 f"square norm {expected:.6g} where its calls explain {found:.6g}; "
                 "take method.curvature.estimator=hessian and product=exact"
             )
+    return True

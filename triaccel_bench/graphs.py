@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from triaccel_bench.shortage import cause_of
+
 
 class CaptureError(RuntimeError):
     """A callable that could not be captured; the message holds the first error, on one line."""
@@ -65,9 +67,9 @@ class Graph:
         # Raised outside any handler: a chained traceback would keep the call's tensors alive.
         if failure is not None:
             self.release()
-            _end_capture_mode(side)
             if pool is not None:
                 _end_recording(pool)
+            _end_capture_mode(side)
             raise failure
 
     def _capture(self, pool: Any, side: torch.cuda.Stream) -> Exception | None:
@@ -253,7 +255,7 @@ def _remember_peak(device: int) -> None:
 def _described(error: Exception) -> Exception:
     """A copy of ``error`` without its traceback, whose frames hold the tensors of the failed call."""
     line = (str(error).strip().splitlines() or [""])[0]
-    if isinstance(error, torch.OutOfMemoryError):
+    if cause_of(error) is not None:
         return torch.OutOfMemoryError(str(error))
     return CaptureError(f"{type(error).__name__}: {line}")
 

@@ -116,6 +116,9 @@ class HessianEstimator:
     def eager_reason(self) -> str | None:
         return self._all_gradients.eager_reason
 
+    def release(self) -> None:
+        self._all_gradients.release()
+
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
         """Refresh the layers whose turn it is, least recently refreshed first; as ``Estimator.probe``.
 

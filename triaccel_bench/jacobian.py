@@ -132,6 +132,9 @@ class JacobianEstimator:
     def eager_reason(self) -> str | None:
         return self._projections.eager_reason
 
+    def release(self) -> None:
+        self._projections.release()
+
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
         """Refresh every layer; as ``Estimator.probe``. ``labels`` are not read: ``H`` does not depend on them here."""
         device = images.device

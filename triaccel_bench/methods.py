@@ -7,6 +7,7 @@ switches are on. A static method answers "as before" to every question.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -56,7 +57,13 @@ class Method:
         if not self.may_probe(training_seconds):
             return None
         allowance = self._allowance(training_seconds)
-        probe = self._estimator.probe(images, labels, max(allowance, 0.0), pool)
+        begun = time.perf_counter()
+        try:
+            probe = self._estimator.probe(images, labels, max(allowance, 0.0), pool)
+        except Exception:
+            # One that fails is paid for as well, or it would be tried again and again.
+            self._probe_seconds += time.perf_counter() - begun
+            raise
         self._probe_seconds += probe.seconds
         for name, spectrum in zip(probe.layers, probe.spectra, strict=True):
             if spectrum.eigenvalues:
@@ -93,9 +100,14 @@ class Method:
         self.decision, self.state = control.decide(signals, self.state, self.settings, self._executed_of)
         return signals, self.decision
 
-    def back_off(self) -> bool:
+    def release(self) -> None:
+        """Give up what probes keep on the device between them."""
+        if self._estimator is not None:
+            self._estimator.release()
+
+    def back_off(self, tried: int) -> bool:
         """Go on with a smaller B after memory ran out, whether B is elastic or not; False: there is none."""
-        smaller = control.back_off(self.state, self.settings.batch)
+        smaller = control.back_off(self.state, self.settings.batch, tried)
         if smaller is None:
             return False
         self.state = smaller

@@ -95,6 +95,9 @@ class Estimator(Protocol):
                 and buffers must then stay where they lie (no ``module.to()``, no ``load_state_dict(assign=True)``).
         """
 
+    def release(self) -> None:
+        """Give up what is kept on the device between probes."""
+
 
 @contextlib.contextmanager
 def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,36 +15,61 @@ from triaccel_bench.shortage import cause_of
 Result = TypeVar("Result")
 
 
+def tolerated(call: Callable[[], object]) -> None:
+    """``call()``, whose memory is free again whether or not it sufficed."""
+    try:
+        call()
+    except Exception as error:
+        if cause_of(error) is None:
+            raise
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 class Recovery:
     """Attempts at what may not fit, each followed by ``Engine.recover`` where it did not.
 
     Args:
         run: ``retries`` counts causes, ``warnings`` get a sentence each.
+        release: gives up what others keep in the engine's pool.
         emit: gets that sentence as a note.
     """
 
-    def __init__(self, run: RunRecord, engine: Engine, emit: Callable[[str, dict[str, Any]], None]) -> None:
-        self._run, self._engine, self._emit = run, engine, emit
+    def __init__(
+        self,
+        run: RunRecord,
+        engine: Engine,
+        release: Callable[[], None],
+        emit: Callable[[str, dict[str, Any]], None],
+    ) -> None:
+        self._run, self._engine, self._release, self._emit = run, engine, release, emit
 
     def attempt(self, what: str, call: Callable[[], Result]) -> tuple[Result | None, str | None]:
-        """``(call(), None)``, or ``(None, the error's words)`` if memory ran out; any other error is raised."""
-        try:
-            return call(), None
-        except Exception as error:
-            cause = cause_of(error)
-            if cause is None:
-                raise
-            said = (str(error).splitlines() or [type(error).__name__])[0]
-        # Outside of the handler, whose error holds the frames of what failed, and with them its tensors.
-        self._engine.recover()
-        self._run.retries[cause] = self._run.retries.get(cause, 0) + 1
-        text = f"memory ran out in {what} ({cause}): {said}"
-        self._run.warnings.append(text)
-        self._emit("note", {"text": text})
-        return None, said
+        """``(call(), None)``, or ``(None, the error's words)`` if memory ran out; any other error is raised.
 
-    def in_halves(self, what: str, size: int, call: Callable[[int], Result]) -> Result:
-        """``call(size)``, or of the half as often as it takes.
+        Where graphs held memory, it is tried once more without them.
+        """
+        while True:
+            try:
+                return call(), None
+            except Exception as error:
+                cause = cause_of(error)
+                if cause is None:
+                    raise
+                said = (str(error).splitlines() or [type(error).__name__])[0]
+            # Outside of the handler, whose error holds the frames of what failed, and with them its tensors.
+            self._release()
+            again = self._engine.recover()
+            self._run.retries[cause] = self._run.retries.get(cause, 0) + 1
+            text = f"memory ran out in {what} ({cause}): {said}"
+            self._run.warnings.append(text)
+            self._emit("note", {"text": text})
+            if not again:
+                return None, said
+
+    def in_halves(self, what: str, size: int, call: Callable[[int], Result]) -> tuple[Result, int]:
+        """``call(size)``, or of the half as often as it takes, and that size.
 
         Raises:
             torch.OutOfMemoryError: not even one fits.
@@ -51,7 +77,7 @@ class Recovery:
         while True:
             result, said = self.attempt(f"{what} of {size}", lambda size=size: call(size))
             if said is None:
-                return result
+                return result, size
             if size == 1:
                 raise torch.OutOfMemoryError(said)
             size = max(1, size // 2)

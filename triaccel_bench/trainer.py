@@ -20,9 +20,10 @@ from triaccel_bench.engine import Engine
 from triaccel_bench.hardware import Hardware, executed_dtype, kernels_for
 from triaccel_bench.meters import Clock, MemoryMeter, Peaks, largest, open_meter
 from triaccel_bench.methods import Method, resolve_budget
+from triaccel_bench.probe import Probe
 from triaccel_bench.reading import Reading
 from triaccel_bench.records import EpochRecord, RunRecord, Trace, finite
-from triaccel_bench.recovery import Recovery
+from triaccel_bench.recovery import Recovery, tolerated
 from triaccel_bench.schedule import batch_rate_factor, make_schedule
 from triaccel_bench.settings import Settings
 
@@ -76,16 +77,17 @@ class Trainer:
             share = (self.budget_bytes + self.data.bytes) / hardware.total_bytes
             torch.cuda.set_per_process_memory_fraction(min(share, 1.0), hardware.device)
         # Under the cap, where there is one: what a library tries out now has to fit as well.
-        self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS)
+        tolerated(lambda: self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS))
 
         torch.manual_seed(seed)
         self.network, self.method, self.engine = self._assemble(self._reason_for_eager_steps())
         self.meter = self._meter_of(self.engine)
-        self.recovery = Recovery(run, self.engine, self.emit)
+        self.recovery = Recovery(run, self.engine, self.method.release, self.emit)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers))
         self.peaks = Peaks()
         self._probe_pool_bytes = 0
+        self._evaluated_at = settings.evaluation.batch
         self._record_next = True
         self.step = 0
         self.training_seconds = 0.0
@@ -227,10 +229,8 @@ class Trainer:
         self._check(reading)
 
         evaluation_started = self.clock.read()
-        loss_sum, correct, samples = self.recovery.in_halves(
-            "an evaluation",
-            self.settings.evaluation.batch,
-            lambda size: self.engine.evaluate(self.data.eval_batches(size)),
+        (loss_sum, correct, samples), self._evaluated_at = self.recovery.in_halves(
+            "an evaluation", self._evaluated_at, lambda size: self.engine.evaluate(self.data.eval_batches(size))
         )
         evaluation_seconds = self.clock.read() - evaluation_started
         self._close_window()
@@ -261,14 +261,16 @@ class Trainer:
         while True:
             indices = sampler.take(self.method.decision.batch)
             outcome, failed = self.recovery.attempt(
-                f"a step of {len(indices)}", lambda batch=indices: self._step(batch)
+                f"step {self.step + 1}, of {len(indices)}", lambda batch=indices: self._step(batch)
             )
             if failed is None:
                 break
             sampler.put_back(len(indices))
-            if not self.method.back_off():
+            if not self.method.back_off(tried=len(indices)):
                 raise torch.OutOfMemoryError(failed)
             self._follow(self.method.decision)
+            self._begin_window()
+            self.peaks.window, self._record_next = None, True  # no reading of the size that is next
         if outcome == "warmed" and self.settings.engine.autotune:
             # What cuDNN tried out belongs to the epoch's peak, but tells the controller nothing of the next step's.
             self.peaks.epoch = largest(self.peaks.epoch, self.meter.window_peak_bytes())
@@ -295,11 +297,12 @@ class Trainer:
             return self.clock.read() - started
         count = min(self.settings.method.curvature.batch, self.data.train_count)
         drawn = random.Random(f"{self.seed} {self.step}").sample(range(self.data.train_count), count)
-        images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
-        probe, _ = self.recovery.attempt(
-            "a curvature probe, which is left out",
-            lambda: self.method.probe(images, labels, self.step, self.training_seconds, self.engine.idle_pool),
-        )
+
+        def read() -> Probe | None:
+            images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
+            return self.method.probe(images, labels, self.step, self.training_seconds, self.engine.idle_pool)
+
+        probe, _ = self.recovery.attempt("a curvature probe, which is left out", read)
         seconds = self.clock.read() - started
         peak = self.meter.window_peak_bytes(0 if probe is None else probe.replayed_bytes)
         self._begin_window()
