@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from triaccel_bench.kernels.backend import require_backend, tl, triton
-from triaccel_bench.kernels.norm import ACTIVATIONS, DTYPES, finished
+from triaccel_bench.kernels.norm import ACTIVATIONS, DTYPES, finished, memory_format_of
 
 PROGRAMS = 512
 """Programs that fill a large card: four of four warps for each of its multiprocessors."""
@@ -191,7 +191,7 @@ class _AffineNormAct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, bias, running_mean, running_var, eps, activation, out_dtype):
         ctx.set_materialize_grads(False)
-        ctx.format, ctx.dtype = _memory_format(x), x.dtype
+        ctx.format, ctx.dtype = memory_format_of(x), x.dtype
         ctx.residual_dtype = None if residual is None else residual.dtype
         ctx.activation, ctx.eps = activation, eps
         x = x.contiguous(memory_format=ctx.format)
@@ -249,12 +249,6 @@ def _cut(shape: torch.Size, memory_format: torch.memory_format) -> tuple[tuple[i
         num_warps=max(1, tile // (32 * ELEMENTS_A_THREAD)),
     )
     return (triton.cdiv(row_length, tile),), (units, units_a_row), fixed
-
-
-def _memory_format(x: Tensor) -> torch.memory_format:
-    if x.is_contiguous(memory_format=torch.channels_last):
-        return torch.channels_last
-    return torch.contiguous_format if x.is_contiguous() or x.stride(1) != 1 else torch.channels_last
 
 
 def _check(x: Tensor, activation: str, residual: Tensor | None, per_channel: dict[str, Tensor]) -> None:

@@ -41,6 +41,28 @@ def sampled_gradient_reference(logits: Tensor, draws: Tensor) -> Tensor:
 
 if triton is not None:
 
+    @triton.jit
+    def _rows_of_logits(
+        logits,
+        batch,
+        row_stride,
+        column_stride,
+        CLASSES: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLUMNS: tl.constexpr,
+    ):
+        """The ``ROWS`` whole rows of ``COLUMNS`` (padded) logits that a program takes, and where they lie."""
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        inside = row < batch
+        column = tl.arange(0, COLUMNS)[None, :]
+        live = inside[:, None] & (column < CLASSES)
+        wide_row = row.to(tl.int64)[:, None]
+        # Rows past the batch are zeros, so that they compute nothing odd; columns past the classes weigh nothing.
+        padding = tl.where(column < CLASSES, 0.0, -float("inf"))
+        logit = tl.load(logits + wide_row * row_stride + column * column_stride, mask=live, other=0.0)
+        logit = logit.to(tl.float32) + padding
+        return row, inside, column, live, wide_row, logit
+
     @triton.jit(do_not_specialize=["labels", "scale", "batch"])
     def _cross_entropy_kernel(
         logits,
@@ -56,16 +78,9 @@ if triton is not None:
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """Each program takes ``ROWS`` whole rows of ``COLUMNS`` (padded) logits."""
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        inside = row < batch
-        column = tl.arange(0, COLUMNS)[None, :]
-        live = inside[:, None] & (column < CLASSES)
-        wide_row = row.to(tl.int64)[:, None]
-        # Rows past the batch are zeros, so that they compute nothing odd; columns past the classes weigh nothing.
-        padding = tl.where(column < CLASSES, 0.0, -float("inf"))
-        logit = tl.load(logits + wide_row * row_stride + column * column_stride, mask=live, other=0.0)
-        logit = logit.to(tl.float32) + padding
+        row, inside, column, live, wide_row, logit = _rows_of_logits(
+            logits, batch, row_stride, column_stride, CLASSES, ROWS, COLUMNS
+        )
         label = tl.load(labels + row, mask=inside, other=0)
         known = (label >= 0) & (label < CLASSES)
         mine = column == label[:, None]
@@ -106,15 +121,9 @@ if triton is not None:
         ROWS: tl.constexpr,
         COLUMNS: tl.constexpr,
     ):
-        """Each program takes ``ROWS`` whole rows of ``COLUMNS`` (padded) logits."""
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        inside = row < batch
-        column = tl.arange(0, COLUMNS)[None, :]
-        live = inside[:, None] & (column < CLASSES)
-        wide_row = row.to(tl.int64)[:, None]
-        padding = tl.where(column < CLASSES, 0.0, -float("inf"))
-        logit = tl.load(logits + wide_row * row_stride + column * column_stride, mask=live, other=0.0)
-        logit = logit.to(tl.float32) + padding
+        row, inside, column, live, wide_row, logit = _rows_of_logits(
+            logits, batch, row_stride, column_stride, CLASSES, ROWS, COLUMNS
+        )
         exponential = tl.exp(logit - tl.max(logit, axis=1)[:, None])
         probability = exponential / tl.sum(exponential, axis=1)[:, None]
         draw = tl.load(draws + row, mask=inside, other=0.0)

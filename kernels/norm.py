@@ -533,7 +533,7 @@ class _BatchNormAct(torch.autograd.Function):
         branches,
     ):  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.format = _memory_format(x)
+        ctx.format = memory_format_of(x)
         x = x.contiguous(memory_format=ctx.format)
         ctx.residual_dtype = None if residual is None else residual.dtype
         if residual is not None:
@@ -684,7 +684,8 @@ def batch_norm_act(
     )  # fmt: skip
 
 
-def _memory_format(x: Tensor) -> torch.memory_format:
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """The one of both layouts that ``x`` has, or takes the cheaper copy to."""
     if x.is_contiguous(memory_format=torch.channels_last):
         return torch.channels_last
     if x.is_contiguous() or x.stride(1) != 1:

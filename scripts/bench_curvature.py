@@ -95,7 +95,7 @@ def share(run: RunRecord, trace: Trace, every: int) -> dict[str, Any]:
     """Seconds of probes over seconds of training, which the probes are part of."""
     if not trace.probes:
         raise RuntimeError(f"no probe in {run.steps} steps, one in {every} was due; train longer")
-    probing, whole = (sum(getattr(epoch, key) for epoch in run.epochs) for key in ("probe_seconds", "train_seconds"))
+    probing, whole = curvature_truth.probing_and_training(run)
     first, *later = (probe.seconds for probe in trace.probes)
     besides = {
         "without_first_probe": (probing - first) / (whole - first),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from triaccel_bench import curvature, precision
 from triaccel_bench.meters import Clock
 from triaccel_bench.probe import Borrow, Estimator, Probe
-from triaccel_bench.records import finite
+from triaccel_bench.records import RunRecord, finite
 from triaccel_bench.settings import CurvatureSettings
 from triaccel_bench.trainer import Trainer
 
@@ -196,10 +196,13 @@ def error(bench: Bench, model: str, epochs: int, most: int, exact: Collection[st
     made = bench.trainer(*settings_of(model, "hessian", epochs))
     checks = Checks(made, exact, most)
     made.train()
-    probing, whole = (
-        sum(getattr(epoch, key) for epoch in made.run.epochs) for key in ("probe_seconds", "train_seconds")
-    )
+    probing, whole = probing_and_training(made.run)
     return {f"hessian/error/{model}": checks.figure() | {"probe_share": probing / whole}}
+
+
+def probing_and_training(run: RunRecord) -> tuple[float, float]:
+    """Seconds of a run's probes, and of its training, which they are part of."""
+    return tuple(sum(getattr(epoch, key) for epoch in run.epochs) for key in ("probe_seconds", "train_seconds"))
 
 
 def references(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import torch
 from torch import nn
@@ -94,3 +95,14 @@ def used_network(device="cpu"):
     module[3].weight.requires_grad_(False)
     module[0].weight.grad = torch.full_like(module[0].weight, 0.25)
     return module
+
+
+def assert_no_trace(estimator) -> None:
+    """``estimator(module)`` probes without a warning, a change, or a hook left behind."""
+    module = used_network()
+    before = snapshot(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        estimator(module).probe(*batch(), None)
+    assert_same(before, snapshot(module))
+    assert not any(part._forward_hooks for part in module.modules())

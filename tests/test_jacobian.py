@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
-from curved import assert_same, batch, dense_eigenvalues, layers_of, network, settings, snapshot, used_network
+from curved import (
+    assert_no_trace,
+    assert_same,
+    batch,
+    dense_eigenvalues,
+    layers_of,
+    network,
+    settings,
+    snapshot,
+)
 from torch import nn
 
 from triaccel_bench import curvature, jacobian, models
@@ -184,13 +192,7 @@ def test_one_function_for_all(changes):
 
 
 def test_no_trace():
-    module = used_network()
-    before = snapshot(module)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        estimator(module).probe(*batch(), None)
-    assert_same(before, snapshot(module))
-    assert not any(part._forward_hooks for part in module.modules())
+    assert_no_trace(estimator)
 
 
 class TestOnACard:

@@ -188,17 +188,23 @@ def test_only_memory_is_tried_again(error, retries):
         assert run.retries == retries
 
 
-def test_an_evaluation_goes_on_in_smaller_batches(monkeypatch):
-    made, run = trainer(settings(*BASE, "epochs=1", "evaluation.batch=32"), images(train=64, evaluation=32))
+def evaluations_of_at_most(fit: int, monkeypatch) -> list[int]:
+    """Let no larger batch fit into an evaluation; returns the sizes tried from then on."""
     sizes, evaluate = [], Engine._evaluate_batch
 
-    def at_most_eight(self, batch, labels):
+    def wrapped(self, batch, labels):
         sizes.append(len(labels))
-        if len(labels) > 8:
+        if len(labels) > fit:
             raise torch.OutOfMemoryError(ERROR)
         evaluate(self, batch, labels)
 
-    monkeypatch.setattr(Engine, "_evaluate_batch", at_most_eight)
+    monkeypatch.setattr(Engine, "_evaluate_batch", wrapped)
+    return sizes
+
+
+def test_an_evaluation_goes_on_in_smaller_batches(monkeypatch):
+    made, run = trainer(settings(*BASE, "epochs=1", "evaluation.batch=32"), images(train=64, evaluation=32))
+    sizes = evaluations_of_at_most(8, monkeypatch)
     made.train()
     assert sizes == [32, 16, 8, 8, 8, 8] and run.retries == {"allocator": 2}
     assert run.epochs[0].evaluation_samples == 32
@@ -249,15 +255,7 @@ def test_what_did_not_fit_is_no_reading_of_the_next_size():
 
 def test_a_size_that_an_evaluation_fitted_in_is_kept(monkeypatch):
     made, run = trainer(settings(*BASE, "evaluation.batch=32"), images(train=64, evaluation=32))
-    sizes, evaluate = [], Engine._evaluate_batch
-
-    def at_most_sixteen(self, batch, labels):
-        sizes.append(len(labels))
-        if len(labels) > 16:
-            raise torch.OutOfMemoryError(ERROR)
-        evaluate(self, batch, labels)
-
-    monkeypatch.setattr(Engine, "_evaluate_batch", at_most_sixteen)
+    sizes = evaluations_of_at_most(16, monkeypatch)
     made.train()
     assert sizes == [32, 16, 16, 16, 16] and run.retries == {"allocator": 1}
 

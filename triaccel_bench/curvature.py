@@ -79,9 +79,11 @@ def eigenvalues(
         borrow: needed where layers may compute in another dtype than that of their weights.
         images, labels: (N, C, H, W) and (N,), on the model's device; ``settings.batch`` is not read.
     """
-    with torch.no_grad(), borrowed(module, borrow):
-        logits = module(images[:1])
-    rows = len(images) * logits.shape[1] if logits.dim() == 2 else None
+    rows = None
+    if settings.estimator == "hessian" and settings.product in ("auto", "jacobian"):
+        with torch.no_grad(), borrowed(module, borrow):
+            logits = module(images[:1])
+        rows = len(images) * logits.shape[1] if logits.dim() == 2 else None
     probe = build(module, layers, settings, seed, borrow, kernels, rows).probe(images, labels, None)
     spectra = dict(zip(probe.layers, probe.spectra, strict=True))
     values = torch.full((len(layers), settings.k), float("nan"), dtype=torch.float64)

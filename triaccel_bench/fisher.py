@@ -31,6 +31,7 @@ from triaccel_bench.probe import (
     borrowed,
     classifier_output,
     output_gradients,
+    started,
     tapped,
     weight_gradients,
     weight_names,
@@ -97,15 +98,13 @@ class FisherEstimator:
         the device twice: before it begins, so that earlier work is not charged to it, and for its result.
         """
         device = images.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begun = self._now()
+        begun = started(device, self._now)
         # Of 24 bits, so that none is rounded up to 1.
         draws = torch.tensor([self._random.getrandbits(24) / 2**24 for _ in images], dtype=torch.float32).to(device)
         if self._unverified is not None and self._unverified(images, draws):
             self._unverified = None
         matrices = self._matrices(images, draws, pool=pool)
-        # On the host: the libraries that CUDA's solver needs take longer to load than a run's probes.
+        # On the host, which has no library to load for it.
         spectra = leading(matrices.cpu() / len(images), self._sizes, self._k)
         return Probe(tuple(self._layers), spectra, self._now() - begun, 1, self._matrices.peak_bytes)
 
@@ -138,10 +137,8 @@ def _verify(
 ) -> bool:
     """Raise a ValueError that names a layer whose ``sum_ij G[i, j]`` is not ``|sum_i g_i|^2``, by autograd.
 
-    False where they are no numbers, which tells nothing.
-
-    Then its weight is used elsewhere too (tied, in a function), or changed on its way into the layer, or the layer's
-    output by a hook.
+    Then its weight is used elsewhere too (tied, in a function), or changed on its way into the layer.
+    Returns False where they are no numbers, which tells nothing.
     """
     with around():
         matrices = _gram_matrices(module, layers, kernels, images, draws).double().cpu()

@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from triaccel_bench.graphs import CaptureError, Pool, Replayed, clear_workspaces
 from triaccel_bench.lanczos import Product, Spectrum, lanczos, most_products, unit
-from triaccel_bench.probe import Borrow, Probe, as_it_is, leaving_no_trace, weight_names
+from triaccel_bench.probe import Borrow, Probe, as_it_is, detached, leaving_no_trace, started, weight_names
 from triaccel_bench.settings import CurvatureSettings
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -132,9 +132,7 @@ class HessianEstimator:
         beside is one 16-bit host vector per layer.
         """
         device = images.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begun = self._now()
+        begun = started(device, self._now)
         spectra: dict[str, Spectrum] = {}
         with (
             self._borrow(self.product != "exact"),
@@ -246,9 +244,8 @@ def _gradients(
     objective: nn.Module, leaves: Mapping[str, Tensor], images: Tensor, labels: Tensor, create_graph: bool = False
 ) -> tuple[Tensor, ...]:
     """Gradients of the mean loss, each of its weight's shape; ``leaves`` stand in for the parameters of their names."""
-    values = {name: parameter.detach() for name, parameter in objective.named_parameters()}
     with torch.enable_grad():
-        loss = torch.func.functional_call(objective, {**values, **leaves}, (images, labels))
+        loss = torch.func.functional_call(objective, {**detached(objective), **leaves}, (images, labels))
         return _grad(loss, tuple(leaves.values()), create_graph=create_graph)
 
 

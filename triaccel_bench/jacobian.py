@@ -37,6 +37,7 @@ from triaccel_bench.probe import (
     borrowed,
     classifier_output,
     output_gradients,
+    started,
     tapped,
     weight_names,
     wide_dtype,
@@ -138,9 +139,7 @@ class JacobianEstimator:
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
         """Refresh every layer; as ``Estimator.probe``. ``labels`` are not read: ``H`` does not depend on them here."""
         device = images.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        begun = self._now()
+        begun = started(device, self._now)
         matrices = self._projections(images, pool=pool).cpu() / len(images)
         spectra = leading(matrices, self._sizes, self._k)
         if self._facts["rows"] > matrices.shape[1]:
@@ -199,7 +198,7 @@ def _groups(layers: Mapping[str, nn.Module], taps: Mapping[str, Tap], rows: int)
     group: list[str] = []
     left = GROUP_BYTES
     for name, layer in layers.items():
-        need = rows * _kept_bytes(layer, taps[name]) if name in taps else 0
+        need = rows * min(_bytes_of_a_row(layer, taps[name])) if name in taps else 0
         if group and need > left:
             yield group
             group, left = [], GROUP_BYTES
@@ -208,15 +207,9 @@ def _groups(layers: Mapping[str, nn.Module], taps: Mapping[str, Tap], rows: int)
     yield group
 
 
-def _keeps_rows(layer: nn.Module, tap: Tap) -> bool:
-    return layer.weight.numel() * tap.x.element_size() <= tap.output_elements * _narrow(tap.x.dtype).itemsize
-
-
-def _kept_bytes(layer: nn.Module, tap: Tap) -> int:
-    """Of one row."""
-    if _keeps_rows(layer, tap):
-        return layer.weight.numel() * tap.x.element_size()
-    return tap.output_elements * _narrow(tap.x.dtype).itemsize
+def _bytes_of_a_row(layer: nn.Module, tap: Tap) -> tuple[int, int]:
+    """Of the row itself, and of what came back instead."""
+    return layer.weight.numel() * tap.x.element_size(), tap.output_elements * _narrow(tap.x.dtype).itemsize
 
 
 def _narrow(dtype: torch.dtype) -> torch.dtype:
@@ -240,7 +233,8 @@ class _Rows:
 
     def __init__(self, layer: nn.Module, tap: Tap, classes: int) -> None:
         self._layer, self._x, self._classes = layer, tap.x, classes
-        self._directly = _keeps_rows(layer, tap)
+        row, returned = _bytes_of_a_row(layer, tap)
+        self._directly = row <= returned
         self._held: Tensor | None = None
 
     def add(self, index: int, dy: Tensor | None) -> None:

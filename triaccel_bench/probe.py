@@ -23,8 +23,10 @@ __all__ = [
     "as_it_is",
     "borrowed",
     "classifier_output",
+    "detached",
     "leaving_no_trace",
     "output_gradients",
+    "started",
     "tapped",
     "weight_gradients",
     "weight_names",
@@ -97,6 +99,13 @@ class Estimator(Protocol):
 
     def release(self) -> None:
         """Give up what is kept on the device between probes."""
+
+
+def started(device: torch.device, now: Callable[[], float]) -> float:
+    """The time once ``device`` has done what was begun before, which is not to be charged to a probe."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return now()
 
 
 @contextlib.contextmanager
@@ -199,11 +208,16 @@ def output_gradients(
     return torch.autograd.grad(logits, edges, direction, retain_graph=retain_graph, allow_unused=True)
 
 
+def detached(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters by name, each a tensor on the same storage that needs no gradient."""
+    return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+
 def weight_gradients(
     module: nn.Module, names: Mapping[str, str], images: Tensor, direction_of: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
     """By layer, the gradient of ``(logits * direction_of(logits)).sum()`` for its weight, zeros if there is none."""
-    values = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    values = detached(module)
     leaves = {layer: values[name].requires_grad_() for layer, name in names.items()}
     with torch.enable_grad():
         logits = torch.func.functional_call(module, values, (images,))
@@ -224,8 +238,7 @@ def classifier_output(module: nn.Module, images: Tensor) -> Tensor:
     Raises:
         ValueError: it is not (N, classes).
     """
-    values = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    logits = torch.func.functional_call(module, values, (images,))
+    logits = torch.func.functional_call(module, detached(module), (images,))
     if logits.dim() != 2 or len(logits) != len(images):
         raise ValueError(
             f"logits: expected [{len(images)}, classes], got {list(logits.shape)}; "

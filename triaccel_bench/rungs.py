@@ -120,8 +120,8 @@ def _highest_rung(reading: Reading, seen: Seen, rules: BatchSettings, below: str
 def _lower_rung(reading: Reading, seen: Seen, rules: BatchSettings) -> int:
     """The highest one below that the line puts at rho_high or less; the next one below while there is no line."""
     smaller = max(rules.min, reading.batch - rules.down)
-    while seen.line() is not None and smaller > rules.min:
-        if predicted_peak(reading, seen, smaller) <= rules.rho_high * reading.budget:
-            break
+    if seen.line() is None:
+        return smaller
+    while smaller > rules.min and predicted_peak(reading, seen, smaller) > rules.rho_high * reading.budget:
         smaller = max(rules.min, smaller - rules.down)
     return smaller
