@@ -52,7 +52,7 @@ class FisherEstimator:
         layers: names and modules, ``nn.Conv2d`` or ``nn.Linear``, each called once a forward pass.
         settings: ``k``.
         seed: of the drawn labels; no global generator is touched.
-        kernels: the backend, ``triton`` or ``torch``, that draws labels.
+        kernels: the backend, ``triton`` or ``torch``, that draws labels and takes eigenvalues.
         trusted: whether each layer's weight is known to be used as it is, and by the layer's call alone. Of other
             models the first probe asks autograd as well.
         now: clock in seconds.
@@ -77,6 +77,7 @@ class FisherEstimator:
         self._layers = dict(layers)
         self._sizes = [layer.weight.numel() for layer in layers.values()]
         self._k = settings.k
+        self._kernels = kernels
         self._random = random.Random(seed)
         self._now = now
         around = partial(borrowed, module, borrow)
@@ -104,8 +105,7 @@ class FisherEstimator:
         if self._unverified is not None and self._unverified(images, draws):
             self._unverified = None
         matrices = self._matrices(images, draws, pool=pool)
-        # On the host, which has no library to load for it.
-        spectra = leading(matrices.cpu() / len(images), self._sizes, self._k)
+        spectra = leading(matrices / len(images), self._sizes, self._k, self._kernels)
         return Probe(tuple(self._layers), spectra, self._now() - begun, 1, self._matrices.peak_bytes)
 
 

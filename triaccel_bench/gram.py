@@ -17,6 +17,7 @@ larger goes in chunks, of groups or (``direct``, one group) of input channels, o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triaccel_bench.kernels.depthwise import live_taps
+from triaccel_bench.kernels.eigenvalues import largest_eigenvalues
 from triaccel_bench.lanczos import Spectrum
 
 __all__ = ["Plan", "check_layers", "gradients", "gram", "leading", "plan", "products"]
@@ -147,23 +149,19 @@ def check_layers(layers: Mapping[str, nn.Module]) -> None:
         )
 
 
-def leading(matrices: Tensor, sizes: Sequence[int], k: int) -> tuple[Spectrum, ...]:
+def leading(matrices: Tensor, sizes: Sequence[int], k: int, backend: str = "torch") -> tuple[Spectrum, ...]:
     """The ``min(k, n)`` largest eigenvalues of positive semidefinite blocks, from matrices with the same ones beside 0.
 
     Args:
-        matrices: (L, M, M), on the host; a block for one that is not finite is empty.
+        matrices: (L, M, M); a block for one that is not finite is empty.
         sizes: n of each block.
+        backend: as ``largest_eigenvalues`` takes it.
     """
-    finite = matrices.isfinite().all(2).all(1)
-    matrices = torch.where(finite[:, None, None], matrices, 0.0)
-    # Solvers fail on numbers whose squares underflow.
-    scale = matrices.abs().amax((1, 2)).clamp(min=torch.finfo(matrices.dtype).tiny)
-    matrices = matrices / scale[:, None, None]
-    values = torch.linalg.eigvalsh(matrices).flip(1)[:, :k] * scale[:, None]
+    values = largest_eigenvalues(matrices, min(k, matrices.shape[1]), backend=backend).tolist()
     spectra = []
-    for size, found, good in zip(sizes, values.tolist(), finite.tolist(), strict=True):
+    for size, found in zip(sizes, values, strict=True):
         top = [max(0.0, value) for value in (*found, *[0.0] * k)][: min(k, size)]
-        spectra.append(Spectrum(tuple(top), 1, True) if good else Spectrum((), 1, False))
+        spectra.append(Spectrum((), 1, False) if math.isnan(found[0]) else Spectrum(tuple(top), 1, True))
     return tuple(spectra)
 
 

@@ -144,7 +144,7 @@ class JacobianEstimator:
         spectra = leading(matrices, self._sizes, self._k)
         if self._facts["rows"] > matrices.shape[1]:
             # The last step's gain tells how far the largest eigenvalue still is from its own.
-            before = leading(matrices[:, :-1, :-1], self._sizes, 1)
+            before = leading(matrices[:, :-1, :-1].contiguous(), self._sizes, 1)
             spectra = tuple(map(self._judged, spectra, before))
         seconds, passes = self._now() - begun, self._facts["passes"]
         return Probe(tuple(self._layers), spectra, seconds, passes, self._projections.peak_bytes)

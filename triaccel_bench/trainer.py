@@ -291,12 +291,12 @@ class Trainer:
     def _probe(self) -> float:
         """Read curvature; its peak is kept apart from the training window's. Returns the seconds it took."""
         self._close_window()
-        started = self.clock.read()
+        count = min(self.settings.method.curvature.batch, self.data.train_count)
+        drawn = random.Random(f"{self.seed} {self.step}").sample(range(self.data.train_count), count)
+        started = self.clock.read()  # only now, so that the samples are drawn while the device is at work
         self.training_seconds = started - self.training_began
         if not self.method.may_probe(self.training_seconds):
             return self.clock.read() - started
-        count = min(self.settings.method.curvature.batch, self.data.train_count)
-        drawn = random.Random(f"{self.seed} {self.step}").sample(range(self.data.train_count), count)
 
         def read() -> Probe | None:
             images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
