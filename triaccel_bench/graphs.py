@@ -63,12 +63,14 @@ class Graph:
             for _ in range(warmup):
                 function()
         current.wait_stream(side)
+        # One of our own, where none is given, to know its name if the capture is invalidated.
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
         failure = self._capture(pool, side)
         # Raised outside any handler: a chained traceback would keep the call's tensors alive.
         if failure is not None:
+            if _end_recording(pool):
+                _spoilt[pool] = self._graph
             self.release()
-            if pool is not None:
-                _end_recording(pool)
             _end_capture_mode(side)
             raise failure
 
@@ -135,7 +137,11 @@ class Pool:
 
     @property
     def handle(self) -> Any:
-        """What ``Graph`` takes as ``pool``."""
+        """What ``Graph`` takes as ``pool``; another one once a capture in it was invalidated."""
+        if self._anchor.pool in _spoilt:
+            # What lies in the old one stays there until its graphs are released.
+            self._anchor.release()
+            self._anchor = Graph(self._touch, warmup=0)
         return self._anchor.pool
 
     def release(self) -> None:
@@ -260,8 +266,16 @@ def _described(error: Exception) -> Exception:
     return CaptureError(f"{type(error).__name__}: {line}")
 
 
-def _end_recording(pool: Any) -> None:
-    """After an invalidated capture torch takes the pool to be recorded into, and refuses the next capture."""
+_spoilt: dict[Any, torch.cuda.CUDAGraph] = {}
+"""Pools in which a capture was invalidated, and the graph that it was to be.
+
+torch's allocator of pinned memory takes such a pool to be recorded into for good (2.11), so that no
+further capture may begin in it; and it asks the graph of whichever capture is under way.
+"""
+
+
+def _end_recording(pool: Any) -> bool:
+    """End what torch leaves begun after an invalidated capture, which is recording into the pool; False: it was not."""
     device = torch.cuda.current_device()
     # Named otherwise before torch 2.8.
     end = getattr(torch._C, "_cuda_endAllocateToPool", None) or torch._C._cuda_endAllocateCurrentStreamToPool
@@ -269,8 +283,9 @@ def _end_recording(pool: Any) -> None:
         end(device, pool)
     except RuntimeError:
         # Closed already: then the capture had not begun, or had ended.
-        return
+        return False
     torch._C._cuda_releasePool(device, pool)
+    return True
 
 
 def _end_capture_mode(side: torch.cuda.Stream) -> None:
