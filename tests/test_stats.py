@@ -71,6 +71,18 @@ def test_memory_is_the_peak_over_epochs_with_probes():
     assert summarise(run(epochs=epochs)).memory_peak_bytes == 9
 
 
+def test_probes_and_reserved_memory_are_figures_of_their_own():
+    seconds = [9.0, 0.0, 0.5, 0.0, 0.5, 0.0]
+    epochs = [epoch(i, train_seconds=10.0, probe_seconds=s, memory_peak_bytes=5) for i, s in enumerate(seconds)]
+    epochs[1] = epochs[1].model_copy(update={"probe_peak_bytes": 9, "reserved_bytes": 30})
+    epochs[4] = epochs[4].model_copy(update={"probe_peak_bytes": 8, "reserved_bytes": 20})
+    summary = summarise(run(epochs=epochs))
+    assert (summary.probe_seconds, summary.seconds) == (0.2, 10.0)
+    assert (summary.probe_peak_bytes, summary.memory_peak_bytes, summary.reserved_bytes) == (9, 9, 30)
+    without = summarise(run(epochs=[epoch(0)]))
+    assert (without.probe_seconds, without.probe_peak_bytes, without.reserved_bytes) == (None, None, None)
+
+
 def test_an_epoch_without_a_reading_leaves_the_run_without_a_peak():
     summary = summarise(run(epochs=[epoch(0, memory_peak_bytes=5), epoch(1, memory_peak_bytes=None)]))
     assert (summary.memory_peak_bytes, summary.score, summary.score_percent) == (None, None, None)

@@ -51,11 +51,30 @@ def test_table_1_has_the_papers_layout_and_order():
     assert column(table, "Method")[:3] == ["FP32 Baseline", "AMP (Static)", "Tri-Accel"]
 
 
+def test_reserved_memory_and_probes_have_columns_where_any_row_has_them():
+    plain = run(epochs=[epoch(1, reserved_bytes=600_000_000)])
+    probed = run(
+        method="triaccel_curvature",
+        epochs=[epoch(1, probe_seconds=0.25, probe_peak_bytes=400_000_000, reserved_bytes=None)],
+    )
+    both, alone = Results((plain, probed)), Results((run(),))
+    for table in (table1(both), table2(both)):
+        assert column(table, "Reserved (GB)") == ["0.600", "n/a"]
+        assert column(table, "Probes (GB)") == ["", "0.400"]
+        assert "Reserved: the most" in table.caption and "Probes: their part" in table.caption
+    assert column(table1(both), "Probes (s)") == ["", "0.250"]
+    assert list(table1(both).frame["probe_seconds_per_epoch_mean"]) == [None, 0.25]
+    for table in (table1(alone), table2(alone)):
+        assert not {"Reserved (GB)", "Probes (GB)", "Probes (s)"} & set(table.header)
+        assert "Reserved" not in table.caption and "Probes" not in table.caption
+
+
 def test_table_2_of_the_papers_numbers_flags_the_papers_reductions():
     runs = [run(model=row.model, method=row.method, gb=row.memory_gb) for row in reversed(paper.TABLE2)]
     table = table2(Results((*runs, run(method="amp"))))
     assert column(table, "Configuration") == [paper.CONFIGURATION_LABELS[row.method] for row in paper.TABLE2]
     assert column(table, "Reduction") == ["-", "8.3 %", "11.4 %", "12.3 %", "-", "6.3 %", "10.3 %", "12.0 %"]
+    assert column(table, "Budget (GB)") == ["0.350"] * 8
     printed = ["-", "8.3 %", "11.4 %", "12.3 %", "-", "6.0 % †", "10.0 % †", "13.3 % †"]
     assert column(table, "Paper: Reduction") == printed
     assert [footer[:1] == "†" for footer in table.footers[:4]] == [True, True, True, False]

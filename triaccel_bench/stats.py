@@ -42,6 +42,12 @@ class RunSummary:
     meter: Meter
     memory_peak_bytes: int | None
     """In the meter's own sense: bytes of live tensors are not VRAM."""
+    reserved_bytes: int | None
+    """The most that the process's allocator held at the end of an epoch."""
+    probe_seconds: float | None
+    """Part of ``seconds``: curvature probes, mean of the same epochs; None for a run without probes."""
+    probe_peak_bytes: int | None
+    """The largest peak of a probe; ``memory_peak_bytes`` is no smaller."""
     score: float | None
     score_percent: float | None
     batch_mean: float | None
@@ -102,6 +108,7 @@ def summarise(run: RunRecord) -> RunSummary:
     memory = None if run.meter == "off" else _peak_bytes(run.epochs)
     vram = memory if run.meter == "vram" else None
     samples = sum(epoch.samples_seen for epoch in run.epochs)
+    probed = any(epoch.probe_seconds for epoch in run.epochs)
     return RunSummary(
         seed=run.seed,
         accuracy_percent=accuracy,
@@ -109,6 +116,9 @@ def summarise(run: RunRecord) -> RunSummary:
         seconds_epochs=len(last),
         meter=run.meter,
         memory_peak_bytes=memory,
+        reserved_bytes=_largest(epoch.reserved_bytes for epoch in run.epochs),
+        probe_seconds=statistics.fmean(epoch.probe_seconds for epoch in last) if probed else None,
+        probe_peak_bytes=None if memory is None else _largest(epoch.probe_peak_bytes for epoch in run.epochs),
         score=score(accuracy, seconds, vram),
         score_percent=score_percent(
             accuracy, seconds, vram, run.provenance.device_total_bytes if run.provenance else None
@@ -130,6 +140,10 @@ def _peak_bytes(epochs: list[EpochRecord]) -> int | None:
     if not epochs or any(epoch.memory_peak_bytes is None for epoch in epochs):
         return None
     return max(max(epoch.memory_peak_bytes, epoch.probe_peak_bytes or 0) for epoch in epochs)
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
 
 
 def _batch(epoch: EpochRecord) -> float:

@@ -36,6 +36,9 @@ SCORE_TEXT = (
 )
 NO_SCORE_TEXT = "No scores: they need VRAM."
 BATCH_TEXT = "Batch: samples a step, mean (smallest-largest) where it moved. Executed: layers by dtype at the end."
+RESERVED, PROBE_SECONDS, PROBE_MEMORY = "Reserved (GB)", "Probes (s)", "Probes (GB)"
+RESERVED_TEXT = "Reserved: the most that the allocator held at an epoch's end, the data set on the device included."
+PROBE_TEXT = "Probes: their part of the time, and their own peak, which the memory figure is no smaller than."
 REDUCTION_TEXT = (
     "Reduction = 1 - mean / mean of FP32 on the same device with the same settings. The maximum is over the whole run, "
     "curvature probes and the first steps at B0 included: a batch that only shrinks from there saves nothing here."
@@ -54,14 +57,19 @@ def table1(results: Results) -> Table:
     """Table 1: accuracy, time, memory and score of every cell. Scores are taken per seed, then averaged."""
     sheet = Sheet(results, method_label)
     scores = SCORE_TEXT if any(cell.mean("score") for cell in sheet.cells) else NO_SCORE_TEXT
-    text = [TIME_TEXT, footers.timing_text(sheet.cells), scores, BATCH_TEXT]
+    text = [TIME_TEXT, footers.timing_text(sheet.cells), scores, *_memory_texts(sheet), BATCH_TEXT]
     return _table("Table 1: performance and efficiency", text, sheet, _row1)
 
 
 def table2(results: Results) -> Table:
     """Table 2: memory of each Tri-Accel switch against FP32 on the same data, model, device and other settings."""
     sheet = Sheet(results, configuration_label, _belongs_to_the_ablation)
-    return _table("Table 2: ablation of memory", [REDUCTION_TEXT], sheet, _row2)
+    return _table("Table 2: ablation of memory", [REDUCTION_TEXT, *_memory_texts(sheet)], sheet, _row2)
+
+
+def _memory_texts(sheet: Sheet) -> list[str]:
+    texts = {"reserved_bytes": RESERVED_TEXT, "probe_seconds": PROBE_TEXT}
+    return [text for quantity, text in texts.items() if any(cell.mean(quantity) for cell in sheet.cells)]
 
 
 def _belongs_to_the_ablation(cell: Cell) -> bool:
@@ -96,6 +104,9 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
         sheet.memory_header: _memory_shown(cell, sheet),
         "Eff. Score": _shown(cell, cell.mean("score"), 2),
         "Score (device %)": _shown(cell, cell.mean("score_percent"), 2),
+        RESERVED: _gb_shown(cell, "reserved_bytes"),
+        PROBE_SECONDS: _probes_shown(cell, _shown(cell, cell.mean("probe_seconds"), 3)),
+        PROBE_MEMORY: _probes_shown(cell, _gb_shown(cell, "probe_peak_bytes")),
         "Batch": _batch_shown(cell),
         EXECUTED: footers.executed_layers(cell) or NOT_MEASURED,
         "Seeds": _seeds_shown(cell),
@@ -108,7 +119,7 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
     }
     data = _identity_data(cell) | _spread("accuracy_percent", cell.mean("accuracy_percent"))
     data |= _spread("train_seconds_per_epoch", cell.mean("seconds")) | {"epochs": epochs, "timed_epochs": timed}
-    data |= _memory_data(cell)
+    data |= _memory_data(cell) | _spread("probe_seconds_per_epoch", cell.mean("probe_seconds"))
     for name, quantity in (("score", "score"), ("score_percent", "score_percent"), ("batch_samples", "batch_mean")):
         data |= _spread(name, cell.mean(quantity))
     data |= dict(zip(("batch_samples_min", "batch_samples_max"), _batch_range(cell), strict=True))
@@ -133,6 +144,9 @@ def _row2(cell: Cell, sheet: Sheet) -> _Row:
         reduction = 100 * (1 - memory.mean / fp32.mean("memory_peak_bytes").mean)
     shown = dict(zip(LABELS2, sheet.names(cell), strict=True)) | {
         sheet.memory_header: _memory_shown(cell, sheet),
+        RESERVED: _gb_shown(cell, "reserved_bytes"),
+        PROBE_MEMORY: _probes_shown(cell, _gb_shown(cell, "probe_peak_bytes")),
+        sheet.budget_header: _budget_shown(cell.mean("budget_bytes")),
         "Reduction": "-" if cell.method == "fp32" else NOT_MEASURED if reduction is None else f"{reduction:.1f} %",
         EXECUTED: footers.executed_layers(cell) or NOT_MEASURED,
         "Seeds": _seeds_shown(cell),
@@ -213,7 +227,17 @@ def _memory_shown(cell: Cell, sheet: Sheet) -> str:
     if memory is None:
         return NOT_MEASURED
     mark = " ‡" if sheet.meters_differ and cell.meter == "tensors" else ""
-    return _shown(cell, memory.scaled(1 / BYTES_PER_GB), 3) + mark
+    return _gb_shown(cell, "memory_peak_bytes") + mark
+
+
+def _gb_shown(cell: Cell, quantity: str) -> str:
+    value = cell.mean(quantity)
+    return _shown(cell, value and value.scaled(1 / BYTES_PER_GB), 3)
+
+
+def _probes_shown(cell: Cell, shown: str) -> str:
+    """Nothing where there was no probe: it is no figure that is missing."""
+    return "" if cell.mean("probe_seconds") is None else shown
 
 
 def _budget_shown(budget: Mean | None) -> str:
@@ -258,7 +282,10 @@ def _identity_data(cell: Cell) -> dict[str, Any]:
 def _memory_data(cell: Cell) -> dict[str, Any]:
     memory = cell.mean("memory_peak_bytes")
     vram, tensors = (memory if cell.meter == meter else None for meter in ("vram", "tensors"))
-    return {"meter": cell.meter} | _spread("vram_peak_bytes", vram) | _spread("tensor_peak_bytes", tensors)
+    data = {"meter": cell.meter} | _spread("vram_peak_bytes", vram) | _spread("tensor_peak_bytes", tensors)
+    for quantity in ("reserved_bytes", "probe_peak_bytes"):
+        data |= _spread(quantity, cell.mean(quantity))
+    return data
 
 
 def _spread(name: str, value: Mean | None) -> dict[str, float | None]:
