@@ -34,7 +34,7 @@ A kept vector that is still an eigenvector, but no longer the top one, would pas
 test at once; the random part reaches every direction, at a cost of a product or two when k is small.
 """
 
-RELATIVE_STEP = {torch.float32: 1e-3, torch.float64: 1e-6}
+RELATIVE_STEP = {torch.float32: 1e-5, torch.float64: 1e-6}
 """Step of a gradient difference relative to the weight's norm.
 
 A much larger step truncates, a much smaller one cancels; tests hold these against dense Hessians.
