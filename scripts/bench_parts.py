@@ -140,7 +140,7 @@ def capture_cost(bench: Bench, cell: str, *overrides: str) -> Figures:
             outcome = engine.step(indices)
             eager_steps += outcome != "captured"
         seconds.append(made.clock.read() - began)
-    besides = {"replay": "included", "eager_steps": eager_steps, "eager_reason": engine.eager_reason}
+    besides = {"replay": "included", "eager_steps": eager_steps, "eager_reason": engine.captured.eager_reason}
     return {f"capture/{cell}": median_of(seconds, **besides)}
 
 

@@ -94,10 +94,10 @@ def step_time(bench: Bench, row: str, *overrides: str) -> Figures:
     made = bench.trainer(*overrides)
     step = stepper(made)
     made.meter.begin_window()
-    made.engine.replayed_bytes = 0
+    made.engine.captured.replayed_bytes = 0
     times = bench.timed(step)
-    peak = made.meter.window_peak_bytes(made.engine.replayed_bytes)
-    besides = {"memory_gb": None if peak is None else peak / 1e9, "eager_reason": made.engine.eager_reason}
+    peak = made.meter.window_peak_bytes(made.engine.captured.replayed_bytes)
+    besides = {"memory_gb": None if peak is None else peak / 1e9, "eager_reason": made.engine.captured.eager_reason}
     return {row: median_of(times, **besides, **({"aim": AIMS[row]} if row in AIMS else {}))}
 
 

@@ -164,7 +164,7 @@ def own_variant(bench: Bench, model: str, row: str, kernels: str, *overrides: st
     made = bench.trainer(f"model={model}", "method=amp", *overrides, kernels=kernels)
     # Launched one by one these steps are slow; fewer of them tell as much.
     figure = median_of(bench.timed(stepper(made), max(bench.steps // 4, 1)))
-    return {row: figure | {"over_ours": over(figure["value"], ours), "eager_reason": made.engine.eager_reason}}
+    return {row: figure | {"over_ours": over(figure["value"], ours), "eager_reason": made.engine.captured.eager_reason}}
 
 
 def _on_resident_data(bench: Bench, loop: Loop) -> Callable[[], None]:

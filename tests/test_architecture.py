@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
     0: {"settings", "records", "paper", "sources", "lanczos", "shortage"},
     1: {
+        "parsing",
         "identity",
         "hardware",
         "data",
@@ -29,6 +30,7 @@ LEVELS = {
         "layout",
     },
     2: {
+        "captures",
         "meters",
         "precision",
         "control",

@@ -180,8 +180,8 @@ def test_statistics_are_not_kept_for_static_methods():
 def test_on_a_cpu_steps_run_eagerly_and_the_reason_is_known():
     made = engine("method=fp32")
     made.step(*batch())
-    assert made.eager_reason == "no CUDA graphs on a cpu device"
-    assert (made.captures, made.capture_seconds, made.replayed_bytes) == (0, 0.0, 0)
+    assert made.captured.eager_reason == "no CUDA graphs on a cpu device"
+    assert (made.captured.count, made.captured.seconds, made.captured.replayed_bytes) == (0, 0.0, 0)
 
 
 def test_a_plan_may_change_between_steps():

@@ -6,9 +6,8 @@ import pytest
 import torch
 from tiny import images, settings, trainer
 
-from triaccel_bench import engine as engine_module
+from triaccel_bench import captures, hardware, models, precision
 from triaccel_bench import graphs as graphs_module
-from triaccel_bench import hardware, models, precision
 from triaccel_bench.configuration import compose
 from triaccel_bench.data import DeviceData
 from triaccel_bench.engine import Engine
@@ -96,7 +95,7 @@ def test_steps_never_wait_for_the_device(name, kernels, graphs):
         torch.cuda.set_sync_debug_mode("default")
     reading = made.read()
     assert reading.samples == 192 and reading.loss_sum > 0
-    assert made.captures == (2 if graphs else 0)
+    assert made.captured.count == (2 if graphs else 0)
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
@@ -117,7 +116,7 @@ def test_replayed_steps_are_the_eager_ones(name, levels, kernels):
         train(made, data, [16, 16, 24, 8], epochs=4)
         readings.append(made.read())
         momenta.append(torch.cat([buffer.flatten() for buffer in made.sgd.momenta]))
-        assert made.captures == (3 if graphs else 0)
+        assert made.captured.count == (3 if graphs else 0)
     replayed, eager = readings
     assert replayed.samples == eager.samples == 256 and replayed.steps_skipped == eager.steps_skipped
     assert replayed.learning_rate == eager.learning_rate
@@ -140,11 +139,11 @@ def test_memory_of_replayed_steps_is_that_of_eager_ones(name):
             train(made, data, [64], epochs=1)
             meter.begin_window()
             train(made, data, [64], epochs=2)  # the capture lies in this window
-            at_capture = meter.window_peak_bytes(made.replayed_bytes)
-            made.replayed_bytes = 0
+            at_capture = meter.window_peak_bytes(made.captured.replayed_bytes)
+            made.captured.replayed_bytes = 0
             meter.begin_window()
             train(made, data, [64], epochs=100)
-            peaks[graphs] = at_capture, meter.window_peak_bytes(made.replayed_bytes)
+            peaks[graphs] = at_capture, meter.window_peak_bytes(made.captured.replayed_bytes)
         del made, data
     for captured, eager in zip(peaks[True], peaks[False], strict=True):
         assert captured == pytest.approx(eager, rel=0.03)
@@ -158,12 +157,12 @@ def test_graphs_share_memory_and_old_ones_go():
     one = torch.cuda.memory_reserved()
     train(made, data, [128, 64, 32], epochs=2)
     torch.cuda.empty_cache()
-    assert made.captures == 4 and len(made._steps) == 2
+    assert made.captured.count == 4 and len(made.captured) == 2
     assert torch.cuda.memory_reserved() <= 1.05 * one
     made.set_plan(["bf16"] * 21)
-    assert not made._steps
+    assert len(made.captured) == 0
     train(made, data, [64, 48], epochs=3)
-    assert made.captures == 6 and made.read().loss_sum > 0
+    assert made.captured.count == 6 and made.read().loss_sum > 0
 
 
 @pytest.mark.parametrize("refused", [False, True])
@@ -178,14 +177,14 @@ def test_a_changed_plan_is_captured_without_an_eager_step_where_that_works(name,
         outcomes = [made.step(sampler.take(16)) for _ in range(2)]
         layers = len(made.network.layers)
         made.set_plan([plans[1][index % 3] for index in range(layers)])
-        real = engine_module.Graph
+        real = captures.Graph
 
         def only_later(*args, real=real, **options):
-            monkeypatch.setattr(engine_module, "Graph", real)
+            monkeypatch.setattr(captures, "Graph", real)
             raise CaptureError("not yet")
 
         if refused and eager is None:
-            monkeypatch.setattr(engine_module, "Graph", only_later)
+            monkeypatch.setattr(captures, "Graph", only_later)
         outcomes += [made.step(sampler.take(16)) for _ in range(2)]
         results.append((made.read(), outcomes))
     (captured, outcomes), (plain, _) = results
@@ -220,7 +219,7 @@ def test_a_cold_capture_that_torch_invalidates_costs_an_eager_step_and_no_more()
         cold, last = (("warmed", "captured", "replayed"), "warmed") if invalidated else (
             ("captured", "replayed", "replayed"), "captured"
         )  # fmt: skip
-        assert outcomes == ["warmed", "captured", *cold, last] and made.eager_reason is None
+        assert outcomes == ["warmed", "captured", *cold, last] and made.captured.eager_reason is None
         readings.append(made.read())
     undisturbed, disturbed = readings
     assert disturbed.samples == undisturbed.samples == 48
@@ -252,7 +251,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_and_says_why():
 
     made, _ = engine("resnet18", ["bf16"], "triton", source=waiting, eager=None)
     train(made, data, [32], epochs=4)
-    assert made.captures == 0 and "cannot be captured" in made.eager_reason
+    assert made.captured.count == 0 and "cannot be captured" in made.captured.eager_reason
     assert made.read().samples == 128 and made.read().steps_skipped == 0
 
 

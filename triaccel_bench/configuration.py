@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
 
-from triaccel_bench.settings import Settings, parse
+from triaccel_bench.parsing import parse
+from triaccel_bench.settings import Settings
 
 CONFIG_PACKAGE = "triaccel_bench.conf"
 

@@ -198,7 +198,7 @@ class Trainer:
         probe_seconds = 0.0
         sizes: list[int] = []
         chosen: list[int] = []
-        captures, capture_seconds = self.engine.captures, self.engine.capture_seconds
+        captures, capture_seconds = self.engine.captured.count, self.engine.captured.seconds
         started = self.clock.read()
         self.training_began = started - self.training_seconds
         sampler = self.data.begin_epoch(self.seed, epoch)
@@ -243,8 +243,8 @@ class Trainer:
             train_seconds=elapsed,
             evaluation_seconds=evaluation_seconds,
             probe_seconds=probe_seconds,
-            captures=self.engine.captures - captures,
-            capture_seconds=self.engine.capture_seconds - capture_seconds,
+            captures=self.engine.captured.count - captures,
+            capture_seconds=self.engine.captured.seconds - capture_seconds,
             steps=len(sizes),
             samples_seen=sum(sizes),
             batch_mean=sum(sizes) / len(sizes),
@@ -300,7 +300,7 @@ class Trainer:
 
         def read() -> Probe | None:
             images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
-            return self.method.probe(images, labels, self.step, self.training_seconds, self.engine.idle_pool)
+            return self.method.probe(images, labels, self.step, self.training_seconds, self.engine.captured.idle_pool)
 
         probe, _ = self.recovery.attempt("a curvature probe, which is left out", read)
         seconds = self.clock.read() - started
@@ -333,7 +333,7 @@ class Trainer:
         self.peaks.epoch = largest(self.peaks.epoch, memory_bytes)
         free_bytes = self._headroom_bytes(memory_bytes)
         before = self.method.decision
-        capturing = self.engine.capture_share(self.training_seconds)
+        capturing = self.engine.captured.share(self.training_seconds)
         signals, decision = self.method.decide(
             epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing
         )
@@ -358,14 +358,14 @@ class Trainer:
         if self.settings.memory.enforce:
             return min(found, self.budget_bytes - peak_bytes)
         # A new batch size warms up beside the graphs' memory.
-        return found - max(self.engine.pool_bytes, self._probe_pool_bytes)
+        return found - max(self.engine.captured.pool_bytes, self._probe_pool_bytes)
 
     def _begin_window(self) -> None:
         self.meter.begin_window()
-        self.engine.replayed_bytes = 0
+        self.engine.captured.replayed_bytes = 0
 
     def _close_window(self) -> None:
-        peak = self.meter.window_peak_bytes(self.engine.replayed_bytes)
+        peak = self.meter.window_peak_bytes(self.engine.captured.replayed_bytes)
         self.peaks.window = largest(self.peaks.window, peak)
         self._begin_window()
 
@@ -383,8 +383,8 @@ class Trainer:
 
     def _note_eager_steps(self) -> None:
         """Record once why steps are not captured, and say so if that was not to be expected."""
-        reason = self.engine.eager_reason
-        self.run.graphs = reason is None and self.engine.captures > 0
+        reason = self.engine.captured.eager_reason
+        self.run.graphs = reason is None and self.engine.captured.count > 0
         if reason != self.run.eager_reason:
             self.run.eager_reason = reason
             if self.hardware.device.type == "cuda" and self._reason_for_eager_steps() is None:
