@@ -23,19 +23,26 @@ COUNTERS = (
 APPLIED, RUN, LONGEST = (COUNTERS.index(name) for name in ("samples_applied", "consecutive_skips", "longest_skip_run"))
 SAMPLES_AT_ONCE = 1024
 """Samples whose losses are read in one go."""
+MOST_FLAGS = 8
+"""Parts of a step whose gradients may be checked apart."""
+
+
+def begin_reference(scalars: "StepScalars", batch: int) -> None:
+    """What ``StepScalars.begin`` computes, in torch operations that can be captured; ``learning_rate`` is written."""
+    base_lr, warmup, warmup_divisor, end, span, half_pi, _, _ = scalars._settings.unbind()
+    position = scalars.counters[APPLIED] + 0.5 * batch
+    remaining = ((end - position) / span).clamp(0.0, 1.0)
+    curve = torch.where(position < warmup, position / warmup_divisor, torch.sin(half_pi * remaining).square())
+    scalars.learning_rate.copy_((base_lr * curve).float() * scalars.rate_factor)
 
 
 @torch.no_grad()
 def advance_reference(scalars: "StepScalars", losses: Tensor, correct: Tensor, nonfinite: Tensor, scaled: bool) -> None:
     """What ``StepScalars.advance`` computes, in torch operations that can be captured; ``scalars`` is written."""
     counters, batch = scalars.counters, losses.numel()
+    nonfinite = nonfinite if nonfinite.numel() == 1 else nonfinite.amax(0, keepdim=True)
     skipped = nonfinite[0].double()
-
-    base_lr, warmup, warmup_divisor, end, span, half_pi, _, _ = scalars._settings.unbind()
-    position = counters[APPLIED] + 0.5 * batch
-    remaining = ((end - position) / span).clamp(0.0, 1.0)
-    curve = torch.where(position < warmup, position / warmup_divisor, torch.sin(half_pi * remaining).square())
-    scalars.learning_rate.copy_((base_lr * curve).float() * scalars.rate_factor)
+    begin_reference(scalars, batch)
 
     _invert(scalars.loss_scale, scaled, scalars.applied_inverse_scale)
     if scaled:
@@ -58,9 +65,39 @@ def advance_reference(scalars: "StepScalars", losses: Tensor, correct: Tensor, n
 
 
 if triton is not None:
+    FLAGS = tl.constexpr(MOST_FLAGS)
+
+    @triton.jit
+    def _rate_at(settings, rate_factor, applied, size):
+        """The learning rate of a step of ``size`` samples after ``applied`` of them, both FP64."""
+        base_lr = tl.load(settings + 0)
+        warmup = tl.load(settings + 1)
+        warmup_divisor = tl.load(settings + 2)
+        end = tl.load(settings + 3)
+        span = tl.load(settings + 4)
+        half_pi = tl.load(settings + 5)
+        position = applied + 0.5 * size
+        remaining = tl.minimum(tl.maximum((end - position) / span, 0.0), 1.0)
+        wave = tl.sin(half_pi * remaining)
+        curve = tl.where(position < warmup, position / warmup_divisor, wave * wave)
+        return (base_lr * curve).to(tl.float32) * tl.load(rate_factor)
+
+    @triton.jit(do_not_specialize=["rate_factor", "batch"])
+    def _begin_kernel(settings, rate_factor, counters, learning_rate, batch):
+        applied = tl.load(counters + 4)
+        tl.store(learning_rate, _rate_at(settings, rate_factor, applied, batch.to(tl.float64)))
 
     @triton.jit(
-        do_not_specialize=["losses", "correct", "nonfinite", "rate_factor", "batch", "scaled", "growth_interval"]
+        do_not_specialize=[
+            "losses",
+            "correct",
+            "nonfinite",
+            "rate_factor",
+            "batch",
+            "flags",
+            "scaled",
+            "growth_interval",
+        ]
     )
     def _advance_kernel(
         losses,
@@ -75,6 +112,7 @@ if triton is not None:
         applied_inverse_scale,
         growth_tracker,
         batch,
+        flags,
         scaled,
         growth_interval,
         AT_ONCE: tl.constexpr,
@@ -88,18 +126,12 @@ if triton is not None:
         steps_skipped = tl.load(counters + 5)
         run = tl.load(counters + 6)
         longest = tl.load(counters + 7)
-        base_lr = tl.load(settings + 0)
-        warmup = tl.load(settings + 1)
-        warmup_divisor = tl.load(settings + 2)
-        end = tl.load(settings + 3)
-        span = tl.load(settings + 4)
-        half_pi = tl.load(settings + 5)
         growth_factor = tl.load(settings + 6)
         backoff_factor = tl.load(settings + 7)
-        factor = tl.load(rate_factor)
         scale = tl.load(loss_scale)
         tracker = tl.load(growth_tracker)
-        bad = tl.load(nonfinite) != 0.0
+        part = tl.arange(0, FLAGS)
+        bad = tl.max(tl.load(nonfinite + part, mask=part < flags, other=0.0), axis=0) != 0.0
 
         partial_losses = tl.zeros((AT_ONCE,), tl.float64)
         partial_right = tl.zeros((AT_ONCE,), tl.int32)
@@ -127,11 +159,7 @@ if triton is not None:
         tl.store(counters + 6, run)
         tl.store(counters + 7, tl.maximum(longest, run))
 
-        position = applied + 0.5 * size
-        remaining = tl.minimum(tl.maximum((end - position) / span, 0.0), 1.0)
-        wave = tl.sin(half_pi * remaining)
-        curve = tl.where(position < warmup, position / warmup_divisor, wave * wave)
-        tl.store(learning_rate, (base_lr * curve).to(tl.float32) * factor)
+        tl.store(learning_rate, _rate_at(settings, rate_factor, applied, size))
 
         # In FP64: an FP32 division here is approximate, and _amp_update_scale_ multiplies by doubles as well.
         wide = scale.to(tl.float64)
@@ -161,7 +189,8 @@ class StepScalars:
     A step reads its inverse scale twice, and the loss scale moves on in between. ``inverse_scale``
     belongs to the coming step: between steps it is 1 / ``loss_scale`` if that step is scaled, else
     1, and whatever runs before ``advance`` (gradient statistics) reads it. ``advance`` leaves what
-    it was in ``applied_inverse_scale``, which the weight update after it reads.
+    it was in ``applied_inverse_scale``, which the weight update after it reads. Where weights are
+    updated before ``advance``, ``begin`` tells their learning rate, and ``inverse_scale`` is theirs.
 
     Args:
         base_lr: rate at the end of the warm-up.
@@ -177,7 +206,7 @@ class StepScalars:
 
     Attributes:
         counters: f64 ``[8]``, cumulative, in the order of ``COUNTERS``.
-        learning_rate: f32 scalar, of the step last advanced; 0 before.
+        learning_rate: f32 scalar, of the step last begun or advanced; 0 before.
         rate_factor: f32 scalar, 1 at the start; set it with ``fill_``.
         loss_scale: f32 scalar. Who writes it calls ``set_scaled`` afterwards.
         growth_tracker: int32 scalar, good steps since the scale last changed.
@@ -235,8 +264,17 @@ class StepScalars:
         _invert(self.loss_scale, scaled, self.inverse_scale)
 
     @torch.no_grad()
+    def begin(self, batch: int) -> None:
+        """Learning rate of the coming step, of ``batch`` samples, as ``advance`` will compute it; may be captured."""
+        if not self._triton:
+            begin_reference(self, batch)
+            return
+        with torch.cuda.device_of(self.counters):
+            _begin_kernel[(1,)](self._settings, self.rate_factor, self.counters, self.learning_rate, batch, num_warps=1)
+
+    @torch.no_grad()
     def advance(self, losses: Tensor, correct: Tensor, nonfinite: Tensor, scaled: bool) -> None:
-        """Take in one step, after the check of its gradients and before its weight update; may be captured.
+        """Take in one step, after the check of its gradients; may be captured.
 
         Learning rate of this step; ``applied_inverse_scale`` for its update; then loss scale,
         ``growth_tracker`` and ``inverse_scale`` for the next step, as ``torch._amp_update_scale_``
@@ -247,7 +285,8 @@ class StepScalars:
         Args:
             losses: f32 ``[B]``, unscaled, for any B > 0.
             correct: int32 ``[B]``, 1 where the answer is right, else 0.
-            nonfinite: f32 ``[1]``, 1.0 if the step is to be skipped, else 0.0.
+            nonfinite: f32 ``[n]`` for n up to 8 parts of the step; 1.0 where one is skipped, else 0.0. A step of
+                which any part is skipped counts as skipped.
             scaled: whether this step's loss was multiplied by ``loss_scale``.
 
         Raises:
@@ -256,7 +295,7 @@ class StepScalars:
         expected = {
             "losses": (losses, torch.float32, max(losses.numel(), 1)),
             "correct": (correct, torch.int32, losses.numel()),
-            "nonfinite": (nonfinite, torch.float32, 1),
+            "nonfinite": (nonfinite, torch.float32, min(max(nonfinite.numel(), 1), MOST_FLAGS)),
         }
         device = self.counters.device
         for name, (tensor, dtype, size) in expected.items():
@@ -283,6 +322,7 @@ class StepScalars:
                 self.applied_inverse_scale,
                 self.growth_tracker,
                 losses.numel(),
+                nonfinite.numel(),
                 int(scaled),
                 self._scaling[2],
                 AT_ONCE=SAMPLES_AT_ONCE,

@@ -16,6 +16,8 @@ if triton is not None:
 FP32_MAX = torch.finfo(torch.float32).max
 CHUNKS_AT_ONCE = 1024
 """Chunks of one layer that are merged in one go."""
+LEAST_SEGMENTS = 64
+"""Segments looked at in one go, so that a few sets of tensors need no more kernels than one."""
 
 
 @torch.no_grad()
@@ -94,7 +96,7 @@ if triton is not None:
             begin += AT_ONCE
         return bad, m2 / size.to(tl.float32)
 
-    @triton.jit(do_not_specialize=["inverse_scale", "batch_factor"])
+    @triton.jit(do_not_specialize=["inverse_scale", "batch_factor", "nonfinite", "layers", "segments", "occupied"])
     def _moments_kernel(
         table,
         segment_of_chunk,
@@ -194,6 +196,7 @@ class GradientMoments:
         backend: ``"triton"`` (one launch) or ``"torch"`` (the reference).
         beta: share of the old average, in [0, 1).
         statistics: False leaves ``variance`` and ``ema`` at NaN and only looks for inf and NaN.
+        nonfinite: f32 ``[1]`` on the device to hold the flag, perhaps a part of a larger tensor; ``None``: a new one.
 
     Attributes:
         nonfinite: f32 ``[1]``, 1.0 if the last step had an inf or NaN anywhere, else 0.0.
@@ -214,12 +217,13 @@ class GradientMoments:
         backend: str,
         beta: float,
         statistics: bool = True,
+        nonfinite: Tensor | None = None,
     ) -> None:
         if not 0 <= layers <= len(sizes):
             raise ValueError(
                 f"layers={layers}: expected 0 to {len(sizes)}, the number of sizes; list the layers' tensors first"
             )
-        self.nonfinite = torch.zeros(1, device=device)
+        self.nonfinite = torch.zeros(1, device=device) if nonfinite is None else nonfinite
         self.variance = torch.full((layers,), float("nan"), device=device)
         self.ema = torch.full((layers,), float("nan"), device=device)
         self.updates = torch.zeros(1, dtype=torch.int32, device=device)
@@ -236,6 +240,11 @@ class GradientMoments:
             self._segment_bad = torch.zeros(len(sizes), dtype=torch.int32, device=device)
             self._segment_variance = torch.zeros(len(sizes), device=device)
             self._arrivals = torch.zeros(1 + len(sizes), dtype=torch.int32, device=device)
+
+    @property
+    def state(self) -> list[Tensor]:
+        """All that ``update`` writes and keeps, where it stays: the four attributes."""
+        return [self.nonfinite, self.variance, self.ema, self.updates]
 
     def update(self, grads: Sequence[Tensor] | Gradients, inverse_scale: Tensor, batch_factor: Tensor) -> None:
         """Take in one step's gradients; may be captured in a CUDA graph, then see ``flush``.
@@ -294,7 +303,7 @@ class GradientMoments:
                 ALIGNED=gathered.aligned,
                 CHUNK=cut.chunk,
                 AT_ONCE=CHUNKS_AT_ONCE,
-                SEGMENTS=triton.next_power_of_2(len(cut.sizes)),
+                SEGMENTS=max(LEAST_SEGMENTS, triton.next_power_of_2(len(cut.sizes))),
                 num_warps=8,
             )
 

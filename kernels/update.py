@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from triaccel_bench.kernels.backend import require_backend, tl, triton
+from triaccel_bench.kernels.rounding import random_bits, round_stochastically
 from triaccel_bench.kernels.segments import (
     CODES,
     AddressTable,
@@ -22,7 +23,11 @@ from triaccel_bench.kernels.segments import (
 )
 
 if triton is not None:
-    from triaccel_bench.kernels.segments import chunk_pointers, load_chunk, load_live, store_copy, store_live
+    from triaccel_bench.kernels.rounding import brain_to_fp32, fp32_to_brain, noise
+    from triaccel_bench.kernels.segments import SHIFT, chunk_pointers, load_chunk, load_live, store_copy, store_live
+
+MOMENTUM_DTYPES = torch.float32, torch.bfloat16
+"""What momentum may be kept in. FP16 has too small a range for it."""
 
 
 @torch.no_grad()
@@ -38,14 +43,22 @@ def sgd_reference(
     inverse_scale: Tensor,
     nonfinite: Tensor,
     copies: Sequence[Tensor | None] = (),
+    draw: Tensor | None = None,
 ) -> None:
     """What ``FusedSGD.step`` computes, by torch's own fused update: one call for each rate.
 
     ``params`` and ``momenta`` are written, and ``grads`` (in their layout) are unscaled in place
     unless the step is skipped; of those of 16 bits it is an FP32 copy that is. ``copies`` are
-    written even then, from parameters that have not changed. Can be captured.
+    written even then, from parameters that have not changed. Momenta in BF16 are updated in FP32
+    copies. All memory is taken before anything is written. Can be captured.
     """
     grads = in_fp32(grads)
+    velocities = in_fp32(momenta) if momentum else []
+    drawn = [
+        (velocity, random_bits(draw, index, velocity.numel()), held)
+        for index, (velocity, held) in enumerate(zip(velocities, momenta))
+        if velocity is not held
+    ]
     groups: dict[int, list[int]] = {}
     for index, (param, layer) in enumerate(zip(params, layer_of)):
         if param.numel():
@@ -57,7 +70,7 @@ def sgd_reference(
         torch._fused_sgd_(
             [params[index] for index in members],
             [grads[index] for index in members],
-            [momenta[index] for index in members] if momentum else [],
+            [velocities[index] for index in members] if momentum else [],
             weight_decay=weight_decay,
             momentum=momentum,
             lr=lr if layer < 0 else layer_lrs[layer],
@@ -68,6 +81,9 @@ def sgd_reference(
             grad_scale=scale,
             found_inf=nonfinite,
         )
+    for velocity, bits, held in drawn:
+        # Of a skipped step too: a value that comes from BF16 goes back as it was.
+        round_stochastically(velocity, bits, held)
     _write_copies(params, copies)
 
 
@@ -84,6 +100,8 @@ if triton is not None:
         param_entry,
         momentum_entry,
         copy_entry,
+        segment,
+        draw,
         start,
         lane,
         live,
@@ -91,21 +109,41 @@ if triton is not None:
         inverse_scale,
         momentum,
         weight_decay,
+        NARROW: tl.constexpr,
         FULL: tl.constexpr,
         ALIGNED: tl.constexpr,
     ):
         params = chunk_pointers(param_entry, start, lane, tl.float32, ALIGNED)
         momenta = chunk_pointers(momentum_entry, start, lane, tl.float32, ALIGNED)
         param = load_live(params, live, FULL)
-        old = load_live(momenta, live, FULL)
+        if not NARROW:
+            old = load_live(momenta, live, FULL)
+        elif FULL:
+            # By masks: a branch would wait in its conversion before the next load is begun. They are one number for
+            # all lanes, so that accesses stay wide; with the end of a tensor in them they would take the registers.
+            brains = chunk_pointers(momentum_entry, start, lane, tl.int16, ALIGNED)
+            is_brain = momentum_entry >> SHIFT != 0
+            old = tl.load(momenta, mask=momentum_entry >> SHIFT == 0, other=0.0)
+            bits = tl.load(brains, mask=is_brain, other=0)
+        else:
+            old = load_chunk(momentum_entry, start, lane, live, FULL, ALIGNED)
         grad = load_chunk(grad_entry, start, lane, live, FULL, ALIGNED) * inverse_scale + weight_decay * param
+        if NARROW and FULL:
+            old = tl.where(is_brain, brain_to_fp32(bits), old)
         velocity = momentum * old + grad
+        if NARROW:
+            if momentum_entry >> SHIFT == 0:
+                store_live(momenta, velocity, live, FULL)
+            else:
+                rounded = fp32_to_brain(velocity, noise(draw, segment, start, lane))
+                store_live(chunk_pointers(momentum_entry, start, lane, tl.int16, ALIGNED), rounded, live, FULL)
+        else:
+            store_live(momenta, velocity, live, FULL)
         param = param - rate * velocity
-        store_live(momenta, velocity, live, FULL)
         store_live(params, param, live, FULL)
         store_copy(copy_entry, start, lane, param, live, FULL, ALIGNED)
 
-    @triton.jit(do_not_specialize=["lr", "rates", "inverse_scale", "nonfinite"])
+    @triton.jit(do_not_specialize=["lr", "rates", "inverse_scale", "nonfinite", "draw"])
     def _sgd_kernel(
         grad_table,
         param_table,
@@ -119,12 +157,17 @@ if triton is not None:
         rates,
         inverse_scale,
         nonfinite,
+        draw,
         momentum,
         weight_decay,
+        NARROW: tl.constexpr,
         ALIGNED: tl.constexpr,
         CHUNK: tl.constexpr,
     ):
-        """Each program updates one chunk of one parameter, or returns at once if the step is to be skipped."""
+        """Each program updates one chunk of one parameter, or returns at once if the step is to be skipped.
+
+        NARROW: a momentum may be in BF16; otherwise ``draw`` is not read.
+        """
         # Before the flag is looked at: lookups that wait for each other cost more than the few that a skip wastes.
         chunk = tl.program_id(0)
         segment = tl.load(segment_of_chunk + chunk)
@@ -137,18 +180,25 @@ if triton is not None:
         layer = tl.load(layer_of + segment)
         rate = tl.load(lr) * tl.load(rates + layer, mask=layer >= 0, other=1.0)
         scale = tl.load(inverse_scale)
+        drawn = 0
+        if NARROW:
+            drawn = tl.load(draw)
         if tl.load(nonfinite) == 0.0:
             count = tl.minimum(size - start, CHUNK).to(tl.int32)
             lane = tl.arange(0, CHUNK)
             live = lane < count
+            # fmt: off
             if count == CHUNK:
                 _update_chunk(
-                    grad, param, velocity, copy, start, lane, live, rate, scale, momentum, weight_decay, True, ALIGNED
+                    grad, param, velocity, copy, segment, drawn, start, lane, live,
+                    rate, scale, momentum, weight_decay, NARROW, True, ALIGNED,
                 )
             else:
                 _update_chunk(
-                    grad, param, velocity, copy, start, lane, live, rate, scale, momentum, weight_decay, False, ALIGNED
+                    grad, param, velocity, copy, segment, drawn, start, lane, live,
+                    rate, scale, momentum, weight_decay, NARROW, False, ALIGNED,
                 )
+            # fmt: on
 
 
 class FusedSGD:
@@ -162,6 +212,10 @@ class FusedSGD:
     A parameter may have a copy of 16 bits, for a layer that computes in that dtype: the same
     launch writes w, rounded to nearest even, into it. It is never read.
 
+    Momenta may be kept in BF16 (``set_momentum_dtypes``). A step computes with them in FP32, w moves
+    by the m that has not been rounded, and m is stored by stochastic rounding: up or down, such that
+    its mean is m. Rounded to nearest, (1 - momentum) m of an old m and small gradients would be lost.
+
     Args:
         params: the parameters; their storage and layout must stay as they are.
         layer_of: for each parameter the index into ``rates``, or -1 for the rate 1.
@@ -171,8 +225,8 @@ class FusedSGD:
         copies: as for ``set_copies``; ``None`` for no copy at all.
 
     Attributes:
-        momenta: the momentum buffers, FP32, each in its parameter's layout; to restore them, copy into them.
-            Without momentum they mean nothing.
+        momenta: the momentum buffers, FP32 at first, each in its parameter's layout; to restore them, copy
+            into them. Without momentum they mean nothing.
 
     Raises:
         ValueError: a parameter is not dense FP32 on one device, ``layer_of`` or a copy does not fit, there is
@@ -209,7 +263,7 @@ class FusedSGD:
         if backend == "triton":
             self._table = AddressTable(len(params), device)
             self._param_table = address_table(self._params, device)
-            self._momentum_table = address_table(self.momenta, device)
+            self._momentum_tables = AddressTable(len(params), device)
             self._copy_tables = AddressTable(len(params), device)
             self._layers = torch.tensor(self._layer_of, dtype=torch.int32, device=device)
         self.set_copies([None] * len(params) if copies is None else copies)
@@ -241,9 +295,39 @@ class FusedSGD:
                 )
         self._copies = [None if copy is None else copy.detach() for copy in copies]
         _write_copies(self._params, self._copies)
+        self._bind()
+
+    @torch.no_grad()
+    def set_momentum_dtypes(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Say, outside of capture, what each momentum is kept in; its value stays, to nearest where it narrows.
+
+        A momentum whose dtype stays is left alone; another is a new tensor in ``momenta``. A graph
+        captured before would go on with the old tensors: it must not be replayed any more.
+
+        Args:
+            dtypes: for each parameter ``torch.float32`` or ``torch.bfloat16``.
+
+        Raises:
+            ValueError: there is not one for each parameter, or another dtype.
+        """
+        if len(dtypes) != len(self._params):
+            raise ValueError(
+                f"momentum dtypes: expected {len(self._params)}, got {len(dtypes)}; pass one for every parameter"
+            )
+        for index, dtype in enumerate(dtypes):
+            if dtype not in MOMENTUM_DTYPES:
+                raise ValueError(
+                    f"momentum dtype {index}: expected torch.float32 or torch.bfloat16, got {dtype}; pass one of them"
+                )
+        # All of them before the first is replaced: memory may not suffice.
+        self.momenta[:] = [momentum.to(dtype) for momentum, dtype in zip(self.momenta, dtypes)]
+        self._bind()
+
+    def _bind(self) -> None:
         if self._table is not None:
-            # Never rewritten, as graphs read it too; the few sets of copies in a run cost 8 bytes a tensor each.
+            # Never rewritten, as graphs read them too; the few sets of tensors in a run cost 8 bytes a tensor each.
             self._copy_table = self._copy_tables.bind(self._copies)
+            self._momentum_table = self._momentum_tables.bind(self.momenta)
             self._aligned = all(map(aligned, map(entries, (self._params, self.momenta, self._copies))))
 
     def gather(self, grads: Sequence[Tensor]) -> Gradients:
@@ -268,6 +352,7 @@ class FusedSGD:
         rates: Tensor,
         inverse_scale: Tensor,
         nonfinite: Tensor,
+        draw: Tensor | None = None,
     ) -> None:
         """Apply one update; may be captured in a CUDA graph, then see ``flush``.
 
@@ -278,10 +363,13 @@ class FusedSGD:
             rates: f32 ``[layers]`` on the device.
             inverse_scale: f32 scalar on the device, 1 / loss scale.
             nonfinite: f32 ``[1]`` on the device; 1.0 skips the step.
+            draw: int32 of one element on the device, another value for every step that is applied, as
+                ``GradientMoments.updates`` has; due while a momentum is in BF16. Momenta are rounded by random
+                bits that are a function of it, the parameter's index and the element's place.
 
         Raises:
             ValueError: a gradient is refused by ``gather``, another optimizer gathered them, an argument is not
-                FP32 on the device, or ``rates`` is too short.
+                FP32 on the device, ``rates`` is too short, or ``draw`` is not as told or missing.
         """
         gathered = grads if isinstance(grads, Gradients) else self.gather(grads)
         if gathered.segments is not self._segments:
@@ -295,6 +383,9 @@ class FusedSGD:
                 f"rates: expected at least {max(self._layer_of) + 1} elements, got {rates.numel()}; "
                 "pass one rate for each layer"
             )
+        narrow = any(momentum.dtype != torch.float32 for momentum in self.momenta)
+        if narrow or draw is not None:
+            self._check_draw(draw)
         if self._table is None:
             sgd_reference(
                 self._params,
@@ -308,6 +399,7 @@ class FusedSGD:
                 inverse_scale,
                 nonfinite,
                 self._copies,
+                draw,
             )
             return
         cut = self._segments
@@ -325,13 +417,26 @@ class FusedSGD:
                 rates,
                 inverse_scale,
                 nonfinite,
+                self._layers if draw is None else draw,
                 self._momentum,
                 self._weight_decay,
+                NARROW=narrow,
                 ALIGNED=self._aligned and gathered.aligned,
                 CHUNK=cut.chunk,
                 # Eight elements a thread: with more of its four operands in registers one program would fill a
                 # multiprocessor, which then idles while the program looks up its addresses.
                 num_warps=16,
+                # Two programs of 512 threads a multiprocessor; left alone, the compiler takes more for BF16 momenta.
+                maxnreg=64 if narrow else None,
+            )
+
+    def _check_draw(self, draw: Tensor | None) -> None:
+        device = self._segments.device
+        if draw is None or draw.dtype != torch.int32 or draw.numel() != 1 or draw.device != device:
+            got = "None" if draw is None else f"{draw.dtype} with {draw.numel()} elements on {draw.device}"
+            raise ValueError(
+                f"draw: expected torch.int32 with 1 element on {device}, got {got}; "
+                "pass a count of steps, such as GradientMoments.updates, while a momentum is in torch.bfloat16"
             )
 
     def flush(self) -> None:

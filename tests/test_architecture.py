@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    0: {"settings", "records", "paper", "sources", "lanczos", "shortage"},
+    0: {"noise", "settings", "records", "paper", "sources", "lanczos", "shortage", "checkpointing"},
     1: {
         "parsing",
         "identity",
@@ -20,6 +20,7 @@ LEVELS = {
         "probe",
         "graphs",
         "rungs",
+        "buckets",
         "snapshot",
         "reading",
         "gram",
@@ -43,7 +44,7 @@ LEVELS = {
         "jacobian",
     },
     3: {"engine", "footers", "sheet", "curvature"},
-    4: {"ledger", "methods", "tables", "recovery"},
+    4: {"anatomy", "ledger", "methods", "tables", "recovery"},
     5: {"trainer", "loop"},
     6: {"worker"},
     7: {"runner"},

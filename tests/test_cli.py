@@ -103,9 +103,10 @@ def test_a_sweep_runs_and_a_second_one_reuses_it(tmp_path, run):
         assert record["provenance"]["torch"] and record["provenance"]["device_name"]
         assert record["epochs"][0]["evaluation_samples"] == 32
     assert "tensors (not VRAM)" in first.stdout
+    assert first.stdout.count("at a step's peak") == 2, "one panel a cell"
     second = run(*command)
     assert second.returncode == 0
-    assert second.stdout.count("reused") == 4
+    assert second.stdout.count("reused") == 4 and "at a step's peak" not in second.stdout
     assert records(tmp_path) == found
     assert not (tmp_path / ".hydra").exists()
 

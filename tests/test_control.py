@@ -8,6 +8,7 @@ import pytest
 from triaccel_bench import control
 from triaccel_bench.configuration import compose
 from triaccel_bench.control import Signals, decide, start
+from triaccel_bench.settings import SettingsError
 
 
 def native(level):
@@ -70,6 +71,17 @@ def test_fixed_thresholds_are_used_at_once():
     settings = rules("method.precision.tau_low=0.1", "method.precision.tau_high=1.0", "method.precision.dwell=1")
     decision, _ = decide(signals(variance=(0.01, 0.3, 5.0)), start(3, settings, native)[1], settings, native)
     assert decision.requested == ("fp16", "bf16", "fp32")
+
+
+def test_a_ladder_without_fp16():
+    settings = rules(
+        "method.precision.narrowest=bf16", "method.precision.tau_low=0.1", "method.precision.tau_high=1.0",
+        "method.precision.dwell=1",
+    )  # fmt: skip
+    decision, _ = decide(signals(variance=(0.01, 0.3, 5.0)), start(3, settings, native)[1], settings, native)
+    assert decision.requested == ("bf16", "bf16", "fp32")
+    with pytest.raises(SettingsError, match="method.dtype=fp16 and method.precision.narrowest=bf16"):
+        rules("method.precision.narrowest=bf16", "method.dtype=fp16")
 
 
 def test_dwell_keeps_a_layer_in_place():

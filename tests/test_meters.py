@@ -167,7 +167,7 @@ def test_a_capture_does_not_hide_the_peak_before_it(monkeypatch):
     meter.begin_window()
     allocator.allocate(900)
     allocator.free(800)
-    graphs._remember_peak(0)
+    graphs.begin_interval(CUDA)
     assert meter.window_peak_bytes() == 900
     meter.begin_window()
     assert meter.window_peak_bytes() == 100

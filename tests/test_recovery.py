@@ -288,6 +288,27 @@ def test_a_warm_up_that_does_not_fit_is_left_out(monkeypatch):
     assert run.retries == {"allocator": 3} and run.epochs[-1].batch_max == 8
 
 
+UNSUPPORTED = RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED")
+
+
+def test_what_is_called_unsupported_once_is_taken_for_a_shortage():
+    made, run, sizes = disturbed("forward", 2, error=UNSUPPORTED)
+    made.train()
+    assert run.retries == {"cudnn_unsupported": 1} and sizes[:2] == [32, 24]
+
+
+def test_what_is_unsupported_at_the_smaller_size_too_is_raised(monkeypatch):
+    made, run = trainer(settings(*BASE), images(train=64))
+
+    def never(indices):
+        raise UNSUPPORTED
+
+    monkeypatch.setattr(made.engine, "step", never)
+    with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED"):
+        made.train()
+    assert run.retries == {"cudnn_unsupported": 1}
+
+
 def test_where_graphs_held_memory_the_same_is_tried_once_more():
     made, run, sizes = disturbed("forward", 2)
     recover, held = made.engine.recover, [True]

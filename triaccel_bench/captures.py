@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triaccel_bench.graphs import CaptureError, Graph, Pool
+from triaccel_bench.graphs import CaptureError, Graph, Pool, allocated
 
 COUNTED = "step"
 """The kind of call whose captures are counted, timed and bounded in number."""
@@ -46,6 +46,8 @@ class CapturedCalls:
         seconds: what captures of steps and the eager steps that warmed them up took.
         recapture_seconds: the part of it for shapes that had been captured before, in another state of affairs.
         replayed_bytes: the largest ``Graph.peak_bytes`` replayed since it was last set to 0.
+        capture_peak_bytes: all that was allocated at the peak of a captured step's capture, of the largest;
+            ``None`` before the first.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class CapturedCalls:
         self.count = 0
         self.seconds = self.recapture_seconds = 0.0
         self.replayed_bytes = 0
+        self.capture_peak_bytes: int | None = None
         self._device, self._cached, self._tight, self._after_capture = device, cached, tight, after_capture
         self._captured_before: set[tuple] = set()
         self._tries_cold = True
@@ -82,6 +85,9 @@ class CapturedCalls:
             self.recapture_seconds += seconds if key in self._captured_before else 0.0
             if outcome == "captured":
                 self._captured_before.add(key)
+                # Nothing of it is allocated any more, so that now is as before.
+                peak = allocated(self._device)[0] + self._calls[key].graph.peak_bytes
+                self.capture_peak_bytes = max(peak, self.capture_peak_bytes or 0)
         return outcome
 
     def forget(self) -> None:

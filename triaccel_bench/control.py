@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import quantiles
 
 from triaccel_bench import rungs
+from triaccel_bench.noise import Noise, Squares
 from triaccel_bench.settings import BatchSettings, CurvatureSettings, MethodSettings, PrecisionSettings
 
 LEVELS = ("fp16", "bf16", "fp32")
@@ -40,6 +41,8 @@ class Signals:
     """By how much that peak could grow on this device."""
     capture_share: float | None = None
     """Share of training time that capturing steps again would have taken after one more change of plan."""
+    squares: Squares | None = None
+    """Square norms of the gradient and of its average; ``None`` unless ``batch.growth=noise``."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class State:
     seen: rungs.Seen = rungs.Seen()
     ceiling: int | None = None
     """Above this batch memory has run out; ``None``: it has not."""
+    noise: Noise = Noise()
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ class Decision:
     batch: int
     batch_reason: str
     plan_changed: bool
+    noise_scale: float | None = None
+    """tr(S) / |G|^2 in samples; ``None`` while that is not known."""
 
 
 def start(layers: int, rules: MethodSettings, executed_of: Callable[[str], str]) -> tuple[Decision, State]:
@@ -136,7 +142,9 @@ def decide(
                 resized, reason = replace(resized, batch=state.batch), f"hold: the plan changes ({reason})"
             resized = replace(resized, seen=resized.seen.under_a_new_plan(), ceiling=None)
         state = resized
-    return Decision(after, executed, state.promoted, state.rates, state.batch, reason, after != before), state
+    changed = after != before
+    decision = Decision(after, executed, state.promoted, state.rates, state.batch, reason, changed, state.noise.scale)
+    return decision, state
 
 
 def plan(state: State, executed_of: Callable[[str], str]) -> tuple[str, ...]:
@@ -207,13 +215,15 @@ def rate_scales(
 
 def next_batch(signals: Signals, state: State, rules: BatchSettings) -> tuple[State, str]:
     """B(t+1) of section 3.3; the new state and the reason in words."""
+    if signals.squares is not None:
+        state = replace(state, noise=state.noise.with_reading(signals.squares, state.batch))
     if signals.memory_bytes is None or signals.budget_bytes is None:
         return state, "hold: no memory reading"
     if state.ceiling is not None:
         rules = rules.model_copy(update={"max": min(rules.max, state.ceiling)})
     reading = rungs.Reading(state.batch, signals.memory_bytes, signals.budget_bytes, signals.free_bytes)
     seen = state.seen.with_reading(reading)
-    batch, reason = rungs.next_rung(reading, seen, rules)
+    batch, reason = rungs.next_rung(reading, seen, rules, state.noise.scale)
     return replace(state, seen=seen, batch=batch), reason
 
 
@@ -234,6 +244,7 @@ def _assign(variance: Sequence[float], state: State, rules: PrecisionSettings) -
     base, dwelt = [], []
     for level, value, since in zip(state.base, variance, state.dwelt, strict=True):
         proposed = level_with_hysteresis(level, value, state.tau_low, state.tau_high, rules.hysteresis)
+        proposed = max(proposed, rules.narrowest, key=LEVELS.index)
         if proposed != level and since < rules.dwell:
             proposed = level
         base.append(proposed)

@@ -9,7 +9,7 @@ three channels of an image are filled up with zeros to what the 16-bit matrix un
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -119,6 +119,7 @@ class WeightGradients:
 
     One convolution's may lag behind what follows it, no more, so that little memory is held for it.
     As a context it stands around a forward and a backward pass; when it is left, all gradients are there.
+    Within it ``settle`` hands over those of weights that are wanted earlier.
     """
 
     _active: WeightGradients | None = None
@@ -134,16 +135,14 @@ class WeightGradients:
         self._formed: list[tuple[Tensor, Tensor]] = []
         self._outer: WeightGradients | None = None
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> WeightGradients:
         self._outer, WeightGradients._active = WeightGradients._active, self
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         WeightGradients._active = self._outer
-        if kind is not None:
-            return
-        self._wait(0)
-        for weight, gradient in self._formed:
-            weight.grad = gradient if weight.grad is None else weight.grad + gradient
+        if kind is None:
+            self.settle()
 
     def add(self, form: Callable[[], Tensor], weight: Tensor, *operands: Tensor) -> None:
         """Add ``form()`` to ``weight.grad``, from the second stream; ``operands`` are what it reads."""
@@ -155,6 +154,17 @@ class WeightGradients:
             done.record()
         self._lagging.append((done, operands))
         self._wait(1)
+
+    def settle(self, weights: Sequence[Tensor] | None = None) -> None:
+        """Let the current stream wait for what was formed, and add that of ``weights`` (``None``: all) to ``.grad``."""
+        wanted = None if weights is None else {id(weight) for weight in weights}
+        due = [pair for pair in self._formed if wanted is None or id(pair[0]) in wanted]
+        if not due:
+            return
+        self._wait(0)
+        self._formed = [pair for pair in self._formed if wanted is not None and id(pair[0]) not in wanted]
+        for weight, gradient in due:
+            weight.grad = gradient if weight.grad is None else weight.grad + gradient
 
     def _wait(self, most: int) -> None:
         while len(self._lagging) > most:
@@ -175,6 +185,8 @@ class _Forked(torch.autograd.Function):
         ctx, x: Tensor, weight: Tensor, stride: tuple[int, int], padding: tuple[int, int], dilation: tuple[int, int]
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
+        # What saved tensors' hooks give back in its place would be no leaf.
+        ctx.leaf = weight
         ctx.shape = stride, padding, dilation
         return functional.conv2d(x, weight, None, stride, padding, dilation)
 
@@ -192,7 +204,7 @@ class _Forked(torch.autograd.Function):
         if beside is None or not (ctx.needs_input_grad[0] and ctx.needs_input_grad[1]):
             return *formed(*ctx.needs_input_grad[:2])[:2], None, None, None
         # Not returned: autograd would read it at once, if only to add another gradient of the same weight.
-        beside.add(lambda: formed(False, True)[1], weight, x, gradient)
+        beside.add(lambda: formed(False, True)[1], ctx.leaf, x, gradient)
         return formed(True, False)[0], None, None, None, None
 
 

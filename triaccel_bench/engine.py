@@ -1,7 +1,8 @@
 """One training step, from indices of a batch to updated weights, without a host read.
 
 The step is the same for every method: input, forward with each layer in its executed dtype,
-backward, gradient moments and the non-finite check, update, loss-scale update, counters. What a
+backward, gradient moments and the non-finite check, update, loss-scale update, counters. With
+``method.update.in_backward`` moments and update run in buckets within the backward pass. What a
 method changes between steps (plan, layer rates, batch size) arrives through ``set_*``.
 
 On a CUDA device a step of one batch size under one executed plan is captured once and then
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from triaccel_bench import models, precision
+from triaccel_bench.buckets import Buckets
 from triaccel_bench.captures import CapturedCalls
 from triaccel_bench.convolution import WeightGradients
 from triaccel_bench.kernels.bookkeeping import StepScalars
@@ -53,6 +56,7 @@ class Engine:
 
     Attributes:
         captured: the captured steps and evaluations.
+        on_phase: told "begin", and when "forward", "backward" and "update" are over, of steps that run eagerly.
     """
 
     def __init__(
@@ -76,11 +80,22 @@ class Engine:
         self._parameters, layer_of = _ordered_parameters(network)
         device = self._parameters[0].device
         layers = len(network.layers)
-        self._track = method.precision.adaptive
+        self._measures_noise = method.batch.elastic and method.batch.growth == "noise"
+        self._momentum, self._weight_decay = optimizer.momentum, optimizer.weight_decay
+        self._narrows_momentum = method.update.momentum_dtype == "bf16"
+        self._track = method.precision.adaptive or self._measures_noise
         models.use_kernels(network, kernels)
-        sizes = [parameter.numel() for parameter in self._parameters]
-        self.moments = GradientMoments(sizes, layers, device, kernels, method.precision.beta, self._track)
-        self.sgd = FusedSGD(self._parameters, layer_of, kernels, optimizer.momentum, optimizer.weight_decay)
+        statistics = method.precision.beta, self._track
+        rule = optimizer.momentum, optimizer.weight_decay
+        self._buckets: Buckets | None = None
+        if method.update.in_backward:
+            order = _delivery_order(network, self._parameters)
+            self._buckets = Buckets(self._parameters, layer_of, layers, order, kernels, *statistics, *rule)
+            self.moments = self.sgd = self._buckets
+        else:
+            sizes = [parameter.numel() for parameter in self._parameters]
+            self.moments = GradientMoments(sizes, layers, device, kernels, *statistics)
+            self.sgd = FusedSGD(self._parameters, layer_of, kernels, *rule)
         scaling = method.loss_scale
         self.scalars = StepScalars(
             schedule.base_lr,
@@ -99,16 +114,18 @@ class Engine:
         self._copies = precision.WeightCopies(network, self._parameters)
         self._evaluation = torch.zeros(2, dtype=torch.float64, device=device)
         self.captured = CapturedCalls(device, eager, cached, tight, self._after_capture)
-        scalars, moments = self.scalars, self.moments
+        scalars = self.scalars
         self._before = Snapshot(
             [
                 *network.module.buffers(),
                 *(scalars.counters, scalars.learning_rate, scalars.loss_scale, scalars.growth_tracker),
                 *(scalars.inverse_scale, scalars.applied_inverse_scale),
-                *(moments.nonfinite, moments.variance, moments.ema, moments.updates),
+                *self.moments.state,
             ]
         )
         self._begun = False
+        self._rehearsed: set[tuple[torch.Size, ...]] = set()
+        self.on_phase: Callable[[str], None] | None = None
         self.set_plan(executed)
 
     def set_plan(self, executed: Sequence[str]) -> None:
@@ -117,13 +134,21 @@ class Engine:
         Steps captured under another plan are given up: they would run its dtypes.
         """
         self.captured.forget()
+        self._rehearsed.clear()
         precision.apply(self.network, executed)
         self._input_dtype = precision.DTYPES[executed[0]]
+        self.sgd.set_momentum_dtypes(self._momentum_dtypes())
         self._copies.follow()
         self._leaves = self._copies.leaves
         self.sgd.set_copies(self._copies.of_parameters)
         self._scaled = "fp16" in executed
         self.scalars.set_scaled(self._scaled)
+
+    def _momentum_dtypes(self) -> list[torch.dtype]:
+        """For each parameter: BF16, if it is asked for, for the weight of a layer that runs in 16 bit; else FP32."""
+        narrow = torch.bfloat16 if self._narrows_momentum else torch.float32
+        weights = [torch.float32 if level == "fp32" else narrow for level in precision.current(self.network)]
+        return weights + [torch.float32] * (len(self._parameters) - len(weights))
 
     def set_rates(self, rates: Sequence[float], factor: float) -> None:
         """Layer rate scales (section 3.2) and the factor by which eta_0 follows the batch size."""
@@ -153,31 +178,66 @@ class Engine:
         if not (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
             self._before.take()
             self._begun = True
+            if self._buckets is not None:
+                self._rehearse(self._buckets, inputs)
+        self._tell("begin")
         self._whole_step(*inputs)
+
+    def _rehearse(self, buckets: Buckets, inputs: Sequence[Tensor]) -> None:
+        """See once under each plan that a step of these shapes fits: when weights have changed, it is too late."""
+        buckets.applied = False
+        shapes = tuple(tensor.shape for tensor in inputs)
+        if shapes in self._rehearsed:
+            return
+        self._tell("begin")
+        with buckets.rehearsal():
+            self._whole_step(*inputs)
+        self._before.restore()
+        self._rehearsed.add(shapes)
+
+    def _tell(self, phase: str) -> None:
+        if self._begun and self.on_phase is not None:
+            self.on_phase(phase)
 
     def _whole_step(self, *inputs: Tensor) -> None:
         images, labels = self._source(self._input_dtype, *inputs)
         self.update(*self.forward_backward(images, labels))
 
     def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and correctness of each sample; leaves gradients of the mean loss, scaled if FP16 runs, in ``.grad``."""
-        with WeightGradients():
+        """Loss and correctness of each sample; leaves gradients of the mean loss, scaled if FP16 runs, in ``.grad``.
+
+        With ``method.update.in_backward`` it leaves updated weights and no gradients.
+        """
+        with WeightGradients() as apart, self._updating(apart, labels.shape[0]):
             logits = self.network.module(images)
             scale = self.scalars.loss_scale if self._scaled else self._one
             losses, correct, gradient = cross_entropy(logits.detach(), labels, scale, backend=self._kernels)
+            self._tell("forward")
             logits.backward(gradient)
+        self._tell("backward")
         return losses, correct
+
+    def _updating(self, apart: WeightGradients, batch: int) -> AbstractContextManager[None]:
+        if self._buckets is None:
+            return nullcontext()
+        scalars = self.scalars
+        scalars.begin(batch)
+        values = scalars.learning_rate, self._rates, scalars.inverse_scale, self._batch_factor(batch)
+        return self._buckets.updating(self._leaves, apart.settle, *values)
 
     @torch.no_grad()
     def update(self, losses: Tensor, correct: Tensor) -> None:
         """Statistics, weights, loss scale and counters from the gradients that ``forward_backward`` left."""
-        gradients = self.sgd.gather([leaf.grad for leaf in self._leaves])
         scalars = self.scalars
-        self.moments.update(gradients, scalars.inverse_scale, self._batch_factor(losses.shape[0]))
-        scalars.advance(losses, correct, self.moments.nonfinite, self._scaled)
-        self.sgd.step(
-            gradients, scalars.learning_rate, self._rates, scalars.applied_inverse_scale, self.moments.nonfinite
-        )
+        if self._buckets is not None:
+            scalars.advance(losses, correct, self._buckets.nonfinite, self._scaled)
+        else:
+            gradients = self.sgd.gather([leaf.grad for leaf in self._leaves])
+            self.moments.update(gradients, scalars.inverse_scale, self._batch_factor(losses.shape[0]))
+            scalars.advance(losses, correct, self.moments.nonfinite, self._scaled)
+            flag, inverse_scale = self.moments.nonfinite, scalars.applied_inverse_scale
+            self.sgd.step(gradients, scalars.learning_rate, self._rates, inverse_scale, flag, self.moments.updates)
+        self._tell("update")
         self._drop_gradients()
 
     def _batch_factor(self, batch: int) -> Tensor:
@@ -192,16 +252,26 @@ class Engine:
 
         Weights and momentum are as before in any case: nothing is allocated once their update has begun.
         Returns whether there were graphs, without which the same might fit.
+
+        Raises:
+            torch.OutOfMemoryError: with ``method.update.in_backward`` some weights were updated already.
         """
+        torn = self._begun and self._buckets is not None and self._buckets.applied
         if self._begun:
             self._before.restore()
             self._begun = False
+        self._rehearsed.clear()
         self._drop_gradients()
         # Cycles through a failed step's frames hold its tensors.
         gc.collect()
         held = self.captured.give_up()
         if self._one.is_cuda:
             torch.cuda.empty_cache()
+        if torn:
+            raise torch.OutOfMemoryError(
+                "memory ran out in a step that had updated some of its weights, so that it cannot be undone, "
+                "though its rehearsal had fitted; use method.update.in_backward=false or a smaller method.batch.max"
+            )
         return held
 
     def _after_capture(self) -> None:
@@ -218,7 +288,23 @@ class Engine:
 
         The call that is returned waits for it, but for no step that is begun in between.
         """
-        return start_reading(self.scalars, self.moments if self._track else None)
+        return start_reading(self.scalars, self.moments if self._track else None, self._momentum_square())
+
+    @torch.no_grad()
+    def _momentum_square(self) -> Tensor | None:
+        """|(1 - mu) m|^2 over the layers' weights without weight decay's part, for ``batch.growth=noise``.
+
+        |G + wd w|^2 = |G|^2 + wd^2 |w|^2, since the loss does not change with the length of a weight that is
+        normalised behind its layer: G is at right angles to w.
+        """
+        if not self._measures_noise:
+            return None
+        layers = len(self.network.layers)
+        momenta, weights = (
+            torch.stack(torch._foreach_norm(tensors[:layers], 2, torch.float32)).square().sum()
+            for tensors in (self.sgd.momenta, [parameter.detach() for parameter in self._parameters])
+        )
+        return (1 - self._momentum) ** 2 * momenta - self._weight_decay**2 * weights
 
     def read(self) -> Reading:
         """``start_reading``, and the wait for it."""
@@ -260,3 +346,9 @@ def _ordered_parameters(network: Network) -> tuple[list[Tensor], list[int]]:
     rest = [p for p in network.module.parameters() if p.requires_grad and id(p) not in first]
     parameters = [*weights, *rest]
     return parameters, [owners.get(id(parameter), -1) for parameter in parameters]
+
+
+def _delivery_order(network: Network, parameters: Sequence[Tensor]) -> list[int]:
+    """Indices of parameters as a backward pass about comes to them, which is against the order of definition."""
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    return [index_of[id(p)] for p in reversed(list(network.module.parameters())) if id(p) in index_of]

@@ -12,6 +12,7 @@ capture, which has to reset the allocator's, does not disturb it.
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -73,6 +74,7 @@ class Graph:
             self.release()
             _end_capture_mode(side)
             raise failure
+        _alive.add(self)
 
     def _capture(self, pool: Any, side: torch.cuda.Stream) -> Exception | None:
         current = torch.cuda.current_stream()
@@ -81,7 +83,7 @@ class Graph:
         try:
             with torch.cuda.graph(self._graph, pool=pool, stream=side):
                 try:
-                    _remember_peak(device)
+                    begin_interval(torch.device("cuda", device))
                     before = torch.cuda.memory_allocated(device)
                     self.outputs = self._function()
                     self.peak_bytes = torch.cuda.max_memory_allocated(device) - before
@@ -112,6 +114,7 @@ class Graph:
         """
         if self._graph is not None:
             self._graph.reset()
+        _alive.discard(self)
         self._graph = self._function = self.outputs = None
 
     def _captured(self) -> torch.cuda.CUDAGraph:
@@ -217,6 +220,23 @@ def clear_workspaces(device: torch.device) -> None:
         torch._C._cuda_clearCublasWorkspaces()
 
 
+def workspace_bytes(device: torch.device) -> int | None:
+    """What this process's cuBLAS workspaces take, which are freed to be counted; ``None``: not to be known.
+
+    That is while any graph is not released: its replays would write where its workspace was.
+    """
+    if device.type != "cuda" or _alive:
+        return None
+    torch.cuda.synchronize(device)
+    before, _ = counted(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    return before - counted(device)[0]
+
+
+_alive: weakref.WeakSet[Graph] = weakref.WeakSet()
+"""Graphs that may still be replayed."""
+
+
 def stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which every capture on ``device`` runs.
 
@@ -237,9 +257,15 @@ _earlier_peaks: dict[int, int] = {}
 
 def allocated(device: torch.device) -> tuple[int, int]:
     """Bytes that tensors on ``device`` take now, and at most since ``reset_peak``: captures included, replays not."""
+    now, peak = counted(device)
+    return now, max(peak, _earlier_peaks.get(device.index or 0, 0))
+
+
+def counted(device: torch.device) -> tuple[int, int]:
+    """As ``allocated``, but at most since ``begin_interval``, if that was later than ``reset_peak``."""
     # One question for both: torch's flat statistics take it ten times as long.
-    counted = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
-    return counted.get("current", 0), max(counted.get("peak", 0), _earlier_peaks.get(device.index or 0, 0))
+    found = torch.cuda.memory_stats_as_nested_dict(device).get("allocated_bytes", {}).get("all", {})
+    return found.get("current", 0), found.get("peak", 0)
 
 
 def peak_allocated(device: torch.device) -> int:
@@ -253,8 +279,9 @@ def reset_peak(device: torch.device) -> None:
     torch.cuda.reset_peak_memory_stats(device)
 
 
-def _remember_peak(device: int) -> None:
-    _earlier_peaks[device] = peak_allocated(torch.device("cuda", device))
+def begin_interval(device: torch.device) -> None:
+    """Let ``counted`` forget the peak of ``device``, and ``allocated`` remember it."""
+    _earlier_peaks[device.index or 0] = peak_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
 
 

@@ -22,8 +22,9 @@ CONFIGURATIONS = {
     "triaccel_precision_curvature": "+ Dynamic Precision and Curvature",
     "triaccel_curvature_batch": "+ Curvature and Dynamic Batch Sizing",
     "triaccel": paper.CONFIGURATION_LABELS["triaccel"],
+    "triaccel_plus": "Tri-Accel Plus",
 }
-"""Table 2's rows, in its order: each switch alone, pairs, all."""
+"""Table 2's rows, in its order: each switch alone, pairs, all, and what this project adds."""
 
 METHODS = {"fp32": "FP32", "tf32": "TF32", "amp": "AMP"} | CONFIGURATIONS | paper.METHOD_LABELS
 """Table 1's rows, in its order: baselines, then Tri-Accel and its parts."""

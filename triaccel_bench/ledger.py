@@ -40,6 +40,26 @@ def epoch_figures(
     }
 
 
+def batch_figures(sizes: Sequence[int], chosen: Sequence[int]) -> dict[str, Any]:
+    """Fields of an ``EpochRecord``: the samples of each of its steps, and the B in force at each."""
+    return {
+        "steps": len(sizes),
+        "samples_seen": sum(sizes),
+        "batch_mean": sum(sizes) / len(sizes),
+        "batch_min": min(chosen),
+        "batch_max": max(chosen),
+    }
+
+
+def evaluation_figures(loss_sum: float, correct: int, samples: int) -> dict[str, Any]:
+    """Fields of an ``EpochRecord``: ``Engine.evaluate``'s sums."""
+    return {
+        "evaluation_loss": _mean(loss_sum, samples),
+        "evaluation_accuracy_percent": 100.0 * correct / samples,
+        "evaluation_samples": samples,
+    }
+
+
 def memory_figures(peak_bytes: int | None, probe_peak_bytes: int | None, readings: Readings) -> dict[str, Any]:
     """Fields of an ``EpochRecord``: the epoch's own peak, the probes' peak apart, and the wider figures beside them."""
     return {
@@ -70,6 +90,7 @@ def decision_trace(step: int, signals: Signals, before: Decision, after: Decisio
         rate_scale=list(after.rates),
         plan_changed=after.plan_changed,
         capture_share=signals.capture_share,
+        noise_scale=finite(after.noise_scale),
     )
 
 

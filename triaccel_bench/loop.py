@@ -25,6 +25,7 @@ from triaccel_bench.kernels.moments import GradientMoments
 from triaccel_bench.meters import Clock, open_meter
 from triaccel_bench.methods import Method
 from triaccel_bench.schedule import batch_rate_factor
+from triaccel_bench.settings import SettingsError
 
 
 class TriAccel:
@@ -59,6 +60,16 @@ class TriAccel:
         device = next(model.parameters()).device
         settings = compose([f"method={method}", f"device={device.type}", f"method.batch.initial={batch}", *overrides])
         self.settings = settings.method
+        if self.settings.batch.elastic and self.settings.batch.growth == "noise":
+            raise SettingsError(
+                "method.batch.growth=noise: expected paper or model in a loop of your own, whose optimizer's momentum "
+                "is not read; set method.batch.growth=model"
+            )
+        if settings.model.checkpointing:
+            raise SettingsError(
+                "model.checkpointing=true: expected false in a loop of your own, whose blocks may draw or count "
+                "something that a second run would not repeat; use torch.utils.checkpoint in your model"
+            )
         self._hardware = inspect(str(device), settings.kernels)
         self._network = models.describe(model)
         precision.prepare(self._network)

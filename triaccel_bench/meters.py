@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from triaccel_bench import graphs
+from triaccel_bench import checkpointing, graphs
 
 
 class Card(Protocol):
@@ -85,6 +85,20 @@ def largest(*values: int | None) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
+@dataclass(frozen=True)
+class CountedStep:
+    """What ``TensorMeter`` counts of one training step, in bytes."""
+
+    resident: int  # parameters and buffers
+    gradients: int
+    state: int
+    saved: int  # for the backward pass, at most
+
+    @property
+    def total(self) -> int:
+        return self.resident + self.gradients + self.state + self.saved
+
+
 class MemoryMeter:
     """What a run asks of its meter; on its own it measures nothing.
 
@@ -136,24 +150,24 @@ class VramMeter(MemoryMeter):
 
     def __init__(self, hardware: Card, dataset_bytes: int) -> None:
         self.reason = None if hardware.nvml is not None else f"NVML off: {hardware.nvml_reason}"
-        self._device = hardware.device
+        self.device = hardware.device
         self._nvml = hardware.nvml
         self._dataset_bytes = dataset_bytes
 
     def begin_window(self) -> None:
-        graphs.reset_peak(self._device)
+        graphs.reset_peak(self.device)
 
     def window_peak_bytes(self, replayed_bytes: int = 0) -> int:
-        now, peak = graphs.allocated(self._device)
+        now, peak = graphs.allocated(self.device)
         return max(peak, now + replayed_bytes) - self._dataset_bytes
 
     def headroom_bytes(self, peak_bytes: int) -> int:
         # Not what is free now, between two steps: the next step needs its old peak of that again.
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device) - self._dataset_bytes - peak_bytes
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - self._dataset_bytes - peak_bytes
 
     def readings(self) -> Readings:
-        reserved = torch.cuda.memory_reserved(self._device)
+        reserved = torch.cuda.memory_reserved(self.device)
         return Readings(
             reserved_bytes=reserved,
             process_bytes=_ask(self._nvml, lambda nvml, card: _process_bytes(nvml, card, at_least=reserved)),
@@ -165,12 +179,15 @@ class TensorMeter(MemoryMeter):
     """Bytes of the tensors that a training step keeps alive, counted on any device.
 
     parameters + buffers + one gradient per trainable parameter + ``state_bytes`` (optimizer
-    state) + the peak of what autograd saves for backward, each storage counted once and
+    state) + the peak of what autograd and checkpointing keep for backward, each storage counted once and
     parameters and buffers not again. The count depends on shapes and dtypes alone. Workspace
     and tensors that backward creates are not in it, so it is no VRAM figure.
 
     Only steps inside ``recording`` are counted, and a window without one has no peak (None).
     Steps of one batch size and one precision plan are alike, so one of them a window will do.
+
+    Attributes:
+        largest: the largest step counted so far, whatever the window; ``None`` before the first.
     """
 
     name = "tensors"
@@ -179,6 +196,7 @@ class TensorMeter(MemoryMeter):
         self._module = module
         self._state_bytes = state_bytes
         self._peak_bytes: int | None = None
+        self.largest: CountedStep | None = None
 
     def begin_window(self) -> None:
         self._peak_bytes = None
@@ -191,12 +209,15 @@ class TensorMeter(MemoryMeter):
         """Watch one step; a step that raises leaves no reading. Not for use around ``torch.func`` transforms."""
         resident = [*self._module.parameters(), *self._module.buffers()]
         saved = _SavedBytes(except_in=resident)
-        with saved_tensors_hooks(saved.pack, lambda held: held.tensor):
+        hooks = saved.pack, lambda held: held.tensor
+        with saved_tensors_hooks(*hooks), checkpointing.keeping(*hooks):
             yield
         gradients = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         state = self._state_bytes() if callable(self._state_bytes) else self._state_bytes
-        step_bytes = sum(tensor.nbytes for tensor in resident + gradients) + state + saved.peak
-        self._peak_bytes = max(step_bytes, self._peak_bytes or 0)
+        step = CountedStep(_total(resident), _total(gradients), state, saved.peak)
+        self._peak_bytes = max(step.total, self._peak_bytes or 0)
+        if self.largest is None or step.total > self.largest.total:
+            self.largest = step
 
 
 def open_meter(
@@ -220,6 +241,10 @@ def card_state(hardware: Card) -> CardState:
         _ask(hardware.nvml, lambda nvml, card: nvml.nvmlDeviceGetClockInfo(card, nvml.NVML_CLOCK_SM)),
         _ask(hardware.nvml, lambda nvml, card: nvml.nvmlDeviceGetTemperature(card, nvml.NVML_TEMPERATURE_GPU)),
     )
+
+
+def _total(tensors: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 class _Held:

@@ -23,6 +23,8 @@ from torchvision.models.efficientnet import MBConv
 from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.ops import Conv2dNormActivation, SqueezeExcitation, StochasticDepth
 
+from triaccel_bench import checkpointing
+from triaccel_bench.checkpointing import Checkpointed
 from triaccel_bench.kernels.affine import affine_norm_act
 from triaccel_bench.kernels.excite import excite, squeeze
 from triaccel_bench.kernels.norm import batch_norm_act, finished
@@ -59,7 +61,9 @@ def build(model: ModelSettings, num_classes: int) -> Network:
         _load(module, _imagenet_state(model.name), "ImageNet weights")
     elif model.weights != "none":
         _load(module, _file_state(Path(model.weights)), model.weights)
-    return replace(describe(module), classes=num_classes)
+    network = replace(describe(module), classes=num_classes)
+    checkpointing.switch(module, model.checkpointing)
+    return network
 
 
 def describe(module: nn.Module) -> Network:
@@ -115,39 +119,24 @@ class Norm(nn.BatchNorm2d):
     ) -> Tensor | tuple[Tensor, Tensor]:
         if not self.training and sample_scale is None and self._evaluates_by_kernel(x):
             y = affine_norm_act(
-                x,
-                self.weight,
-                self.bias,
-                self.running_mean,
-                self.running_var,
-                self.eps,
-                activation=activation,
-                residual=self._fitting(residual, x),
-                out_dtype=out_dtype,
-                backend=self.kernels,
-            )
+                x, self.weight, self.bias, self.running_mean, self.running_var, self.eps,
+                activation=activation, residual=self._fitting(residual, x), out_dtype=out_dtype, backend=self.kernels,
+            )  # fmt: skip
             return y if branches == 1 else (y, y)
         if not self.training or self.momentum is None:
             # Without a momentum the running statistics are averages over all batches so far.
             y = finished(super().forward(x), activation, residual, sample_scale, out_dtype)
             return y if branches == 1 else (y, y)
-        if not self.counted:
+        known = checkpointing.recomputing()
+        if not self.counted and not known:
             self.num_batches_tracked.add_(1)
+        # A share of 0 leaves finite running statistics as they are, and needs no other kernel.
+        momentum = 0.0 if known else self.momentum
         return batch_norm_act(
-            x,
-            self.weight,
-            self.bias,
-            self.running_mean,
-            self.running_var,
-            self.momentum,
-            self.eps,
-            activation=activation,
-            residual=self._fitting(residual, x),
-            sample_scale=sample_scale,
-            out_dtype=out_dtype,
-            branches=branches,
-            backend=self.kernels,
-        )
+            x, self.weight, self.bias, self.running_mean, self.running_var, momentum, self.eps,
+            activation=activation, residual=self._fitting(residual, x), sample_scale=sample_scale,
+            out_dtype=out_dtype, branches=branches, backend=self.kernels,
+        )  # fmt: skip
 
     def _evaluates_by_kernel(self, x: Tensor) -> bool:
         if self.kernels != "triton" or not x.is_cuda:
@@ -185,7 +174,7 @@ def _count_batches(module: nn.Module, inputs: tuple) -> None:
         torch._foreach_add_([norm.num_batches_tracked for norm in norms], 1)
 
 
-class _JoinedBasicBlock(BasicBlock):
+class _JoinedBasicBlock(Checkpointed, BasicBlock):
     join_dtype: torch.dtype | None = None
 
     @staticmethod
@@ -199,8 +188,8 @@ class _JoinedBasicBlock(BasicBlock):
     forked = False
     """Whether the result goes in two to the next block, which reads it twice."""
 
-    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-        x, side = x if isinstance(x, tuple) else (x, x)
+    def run(self, x: Tensor, side: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        side = x if side is None else side
         out = _normalised(self.bn1, self.conv1(x), "relu")
         identity = side if self.downsample is None else self.downsample(side)
         branches = 2 if self.forked else 1
@@ -208,7 +197,7 @@ class _JoinedBasicBlock(BasicBlock):
         return _normalised(self.bn2, out, "relu", identity, out_dtype=self.join_dtype, branches=branches)
 
 
-class _JoinedMBConv(MBConv):
+class _JoinedMBConv(Checkpointed, MBConv):
     join_dtype: torch.dtype | None = None
 
     @staticmethod
@@ -221,7 +210,7 @@ class _JoinedMBConv(MBConv):
     def branch_ends(path: str, names: list[str], inside: list[int]) -> list[str]:
         return [names[inside[-1]]]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor:
         *expansion, (convolution, norm) = self.block
         out = x
         for part in expansion:
@@ -233,8 +222,18 @@ class _JoinedMBConv(MBConv):
         dropped = self.stochastic_depth.p
         if not self.training or dropped == 0.0:
             return None
-        survival = torch.empty(x.shape[0], device=x.device).bernoulli_(1.0 - dropped)
-        return survival.div_(1.0 - dropped) if dropped < 1.0 else survival
+
+        def draw() -> Tensor:
+            survival = torch.empty(x.shape[0], device=x.device).bernoulli_(1.0 - dropped)
+            return survival.div_(1.0 - dropped) if dropped < 1.0 else survival
+
+        return checkpointing.drawn(draw)
+
+
+class _UnjoinedMBConv(Checkpointed, MBConv):
+    """One whose result is no sum: without a residual, and so without stochastic depth."""
+
+    run = MBConv.forward
 
 
 class _JoinedSqueezeExcitation(SqueezeExcitation):
@@ -279,6 +278,8 @@ def _fuse(module: nn.Module) -> None:
         if type(child) is nn.BatchNorm2d and child.affine and child.track_running_stats and child.momentum is not None:
             child.__class__ = Norm
     for child in module.modules():
+        if type(child) is MBConv and not child.use_res_connect:
+            child.__class__ = _UnjoinedMBConv
         if type(child) is ResNet and isinstance(child.bn1, Norm) and type(child.relu) is nn.ReLU:
             child.__class__ = _FusedResNet
         if type(child) is Conv2dNormActivation and len(child) in (2, 3) and isinstance(child[1], Norm):

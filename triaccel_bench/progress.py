@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import Any
 
 from triaccel_bench.labels import layer_mix
+from triaccel_bench.records import RunRecord
 
 MEMORY_LABEL = {"vram": "VRAM", "tensors": "tensors (not VRAM)", "off": "VRAM"}
 
@@ -25,6 +27,9 @@ class Reporter(AbstractContextManager):
     def epoch(self, payload: dict[str, Any], epochs: int) -> None: ...
 
     def line(self, text: str) -> None: ...
+
+    def memory(self, label: str, run: RunRecord) -> None:
+        """A cell has ended: where the memory of one of its runs went."""
 
 
 class Plain(Reporter):
@@ -44,6 +49,10 @@ class Plain(Reporter):
 
     def line(self, text: str) -> None:
         print(text, flush=True)
+
+    def memory(self, label: str, run: RunRecord) -> None:
+        for text in memory_panel(label, run):
+            self.line(text)
 
 
 class Live(Plain):
@@ -115,7 +124,54 @@ def epoch_text(payload: dict[str, Any], epochs: int, meter: str) -> str:
 
 
 def memory_text(count: int | None, meter: str) -> str:
-    return f"{MEMORY_LABEL[meter]} {'n/a' if count is None else f'{count / 1e9:.3f} GB'}"
+    return f"{MEMORY_LABEL[meter]} {_gb(count)}{'' if count is None else ' GB'}"
+
+
+def memory_panel(label: str, run: RunRecord) -> list[str]:
+    """Where the memory of a run went, in lines of less than 80 characters; none where nothing is known of it."""
+    if run.memory is None or run.meter == "off":
+        return []
+    kinds = dict(run.memory.kind_bytes)
+    dataset, peak = kinds.pop("dataset", None), run.memory.step_peak_bytes
+    kinds["together"] = None if peak is None else peak - (dataset or 0)
+    peaks = [_largest(run, name) for name in ("memory_peak_bytes", "probe_peak_bytes")]
+    own = max((count for count in peaks if count is not None), default=None)
+    whole = {
+        "data set": dataset,
+        "allocated": None if own is None else own + (dataset or 0),
+        "reserved": _largest(run, "reserved_bytes"),
+        "process (NVML)": _largest(run, "process_bytes"),
+        "device, all users": _largest(run, "device_used_bytes"),
+    }
+    columns = [
+        _column("at a step's peak", kinds),
+        _column("at a phase's peak", run.memory.phase_bytes),
+        _column("data set included", whole),
+    ]
+    rows = zip_longest(*columns)
+    return [
+        f"{label}: {MEMORY_LABEL[run.meter]} in GB (1e9 bytes)",
+        *(
+            "  " + "   ".join(cell or " " * len(column[0]) for cell, column in zip(row, columns)).rstrip()
+            for row in rows
+        ),
+    ]
+
+
+def _largest(run: RunRecord, figure: str) -> int | None:
+    """The largest of a figure of the run's epochs; ``None`` if none has it."""
+    return max((count for epoch in run.epochs if (count := getattr(epoch, figure)) is not None), default=None)
+
+
+def _column(heading: str, sizes: dict[str, int | None]) -> list[str]:
+    """Names and GB, all lines of one length, under a heading."""
+    width = max(map(len, sizes))
+    body = [f"{name:<{width}} {_gb(count, 4):>8}" for name, count in sizes.items()]
+    return [f"{heading:<{len(body[0])}}", *body]
+
+
+def _gb(count: int | None, digits: int = 3) -> str:
+    return "n/a" if count is None else f"{count / 1e9:.{digits}f}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -17,6 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 Status = Literal["done", "diverged", "oom", "failed", "interrupted"]
 Meter = Literal["vram", "tensors", "off"]
+Kind = Literal["weights", "copies", "gradients", "optimizer", "activations", "workspace", "dataset", "other"]
+"""Parameters and buffers; 16-bit copies of weights; gradients; momentum; what else a step needs, what convolutions
+borrow included; what the library of matrix products keeps; all samples' images and labels; the rest."""
+Phase = Literal["forward", "backward", "update", "capture", "probe", "evaluation"]
 
 RUN_FILE = "run.json"
 TRACE_FILE = "trace.json.gz"
@@ -125,6 +129,22 @@ class LayerRecord(_Record):
     converged: bool | None = None
 
 
+class MemoryRecord(_Record):
+    """Where the memory of a run goes, in bytes; None: unknown."""
+
+    model_config = ConfigDict(frozen=True)
+
+    step_peak_bytes: int | None
+    """Allocated at the peak of the largest training step that was read, data set included: the sum of its kinds.
+
+    Where steps are replayed from CUDA graphs, those were read that ran eagerly before a capture.
+    """
+    kind_bytes: dict[Kind, int | None]
+    """At that peak."""
+    phase_bytes: dict[Phase, int | None]
+    """At the peak of each phase, of whichever step, without the resident data set."""
+
+
 class RunRecord(_Record):
     """One (cell, seed)."""
 
@@ -161,6 +181,7 @@ class RunRecord(_Record):
     """Samples of applied updates: the position of the learning-rate schedule."""
     retries: dict[str, int] = Field(default_factory=dict)
     warnings: list[str] = Field(default_factory=list)
+    memory: MemoryRecord | None = None
     epochs: list[EpochRecord] = Field(default_factory=list)
     layers: list[LayerRecord] = Field(default_factory=list)
 
@@ -201,6 +222,8 @@ class DecisionTrace(_Record):
     plan_changed: bool
     capture_share: float | None = None
     """Share of training time spent on capturing, with one more plan; None where nothing is captured."""
+    noise_scale: float | None = None
+    """The gradient's, in samples; None while that is not known, and unless ``batch.growth=noise``."""
 
 
 class ProbeTrace(_Record):

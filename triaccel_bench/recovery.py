@@ -10,7 +10,7 @@ import torch
 
 from triaccel_bench.engine import Engine
 from triaccel_bench.records import RunRecord
-from triaccel_bench.shortage import cause_of
+from triaccel_bench.shortage import DOUBTFUL, cause_of
 
 Result = TypeVar("Result")
 
@@ -44,19 +44,23 @@ class Recovery:
         emit: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._run, self._engine, self._release, self._emit = run, engine, release, emit
+        self._doubtful = False
 
     def attempt(self, what: str, call: Callable[[], Result]) -> tuple[Result | None, str | None]:
         """``(call(), None)``, or ``(None, the error's words)`` if memory ran out; any other error is raised.
 
-        Where graphs held memory, it is tried once more without them.
+        Where graphs held memory, it is tried once more without them. What is said to be unsupported may be for want
+        of memory: it is raised where the next attempt says so too, which is a smaller one.
         """
+        smaller, self._doubtful = self._doubtful, False
         while True:
             try:
                 return call(), None
             except Exception as error:
                 cause = cause_of(error)
-                if cause is None:
+                if cause is None or (cause == DOUBTFUL and smaller):
                     raise
+                self._doubtful = cause == DOUBTFUL
                 said = (str(error).splitlines() or [type(error).__name__])[0]
             # Outside of the handler, whose error holds the frames of what failed, and with them its tensors.
             self._release()

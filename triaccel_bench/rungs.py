@@ -2,11 +2,14 @@
 
 ``batch.growth=paper`` moves B by one rung, down above rho_high of MemMax and up below rho_low. ``batch.growth=model``
 fits ``peak(B) = fixed + slope B`` to the rungs seen under the executed plan in force and goes straight to the highest
-rung that it puts at rho_high or below. Neither climbs where the device lacks the memory, whoever holds it.
+rung that it puts at rho_high or below. ``batch.growth=noise`` does so too, but climbs no further than a share of the
+gradient noise scale, beyond which a step gains less than its samples cost, and to twice B at most, which is as far as
+a reading at B can be trusted. None climbs where the device lacks the memory, whoever holds it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from statistics import LinearRegression, linear_regression
@@ -58,15 +61,18 @@ class Seen:
         return found if found.slope > 0 else None
 
 
-def next_rung(reading: Reading, seen: Seen, rules: BatchSettings) -> tuple[int, str]:
-    """B(t+1), and the reason in words; ``seen`` holds the reading already."""
+def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, noise_scale: float | None = None) -> tuple[int, str]:
+    """B(t+1), and the reason in words; ``seen`` holds the reading already.
+
+    ``noise_scale`` is the gradient's, in samples, for ``growth=noise``; ``None``: not known yet.
+    """
     share, batch = reading.share, reading.batch
     if share > rules.rho_high:
         above = f"{share:.3f} of MemMax is above {rules.rho_high}"
         smaller = max(rules.min, batch - rules.down)
         if smaller == batch:
             return batch, f"hold: {above}, but batch.min={rules.min}"
-        if rules.growth == "model":
+        if rules.growth != "paper":
             smaller = _lower_rung(reading, seen, rules)
         return smaller, f"shrink: {above}"
     if share >= rules.rho_low:
@@ -74,9 +80,25 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings) -> tuple[int, 
     below = f"{share:.3f} of MemMax is below {rules.rho_low}"
     if min(rules.max, batch + rules.up) == batch:
         return batch, f"hold: {below}, but batch.max={rules.max}"
-    if rules.growth == "model" and seen.line() is not None:
+    if rules.growth == "noise":
+        highest = _worth_its_samples(batch, rules, noise_scale)
+        if highest == batch:
+            known = "not known yet" if noise_scale is None else f"{noise_scale:.0f} samples"
+            return batch, f"hold: {below}, but the gradient noise scale is {known}"
+        rules = rules.model_copy(update={"max": highest})
+    if rules.growth != "paper" and seen.line() is not None:
         return _highest_rung(reading, seen, rules, below)
     return _one_rung_up(reading, seen, rules, below)
+
+
+def _worth_its_samples(batch: int, rules: BatchSettings, noise_scale: float | None) -> int:
+    """The highest rung from ``batch`` on that is no larger than its share of the gradient noise scale, and 2 B."""
+    if noise_scale is None:
+        return batch
+    limit = min(rules.noise_share * noise_scale, 2 * batch)
+    if limit >= rules.max:
+        return rules.max
+    return batch + rules.up * max(0, math.floor((limit - batch) / rules.up))
 
 
 def predicted_peak(reading: Reading, seen: Seen, batch: int) -> float | None:

@@ -17,7 +17,16 @@ from typing import Any, Literal
 
 from triaccel_bench.identity import RESULTS_VERSION, identity
 from triaccel_bench.progress import Reporter
-from triaccel_bench.records import RUN_FILE, TRACE_FILE, RecordError, Status, planned_run, read_run, write_run
+from triaccel_bench.records import (
+    RUN_FILE,
+    TRACE_FILE,
+    RecordError,
+    RunRecord,
+    Status,
+    planned_run,
+    read_run,
+    write_run,
+)
 from triaccel_bench.settings import Settings
 
 
@@ -67,6 +76,7 @@ def seed_folder(settings: Settings, cell: str, seed: int) -> Path:
 
 def _run_cell(settings: Settings, label: str, device_name: str, reporter: Reporter, outcomes: list[Outcome]) -> None:
     cell = identity(settings, device_name)
+    ended: dict[int, RunRecord] = {}
     for seed in settings.seeds:
         folder = seed_folder(settings, cell, seed)
         path = folder / RUN_FILE
@@ -80,6 +90,16 @@ def _run_cell(settings: Settings, label: str, device_name: str, reporter: Report
             if status != "done":
                 reporter.line(f"{label}/seed {seed}: {status}: {reason}")
             outcomes.append(Outcome(label, seed, status, reason, path))
+            with contextlib.suppress(RecordError):
+                ended[seed] = read_run(path)
+    if ended:
+        # The largest stands for all: seeds of a cell differ little in it.
+        seed = max(ended, key=lambda seed: _step_peak(ended[seed]))
+        reporter.memory(f"{label}/seed {seed}", ended[seed])
+
+
+def _step_peak(run: RunRecord) -> int:
+    return 0 if run.memory is None else run.memory.step_peak_bytes or 0
 
 
 @contextlib.contextmanager

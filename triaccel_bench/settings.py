@@ -69,6 +69,7 @@ class ModelSettings(_Section):
     stem: Literal["imagenet", "cifar"]
     input_size: Annotated[int, Field(ge=8, le=MAX_PIXELS)]
     layout: Literal["nchw", "channels_last"]
+    checkpointing: bool
     weights: PathText
 
 
@@ -88,6 +89,7 @@ class PrecisionSettings(_Section):
     tau_high: Literal["auto"] | NonNegativeFloat
     hysteresis: Annotated[float, Field(ge=1)]
     dwell: PositiveInt
+    narrowest: Literal["fp16", "bf16"]
     bf16_substitute: Literal["fp16", "fp32", "emulate"]
     cpu_executes: Literal["fp32", "requested"]
 
@@ -116,12 +118,18 @@ class BatchSettings(_Section):
     down: PositiveInt
     rho_low: Fraction
     rho_high: Fraction
-    growth: Literal["paper", "model"]
+    growth: Literal["paper", "model", "noise"]
+    noise_share: PositiveFloat
     lr_rule: Literal["none", "sqrt", "linear"]
 
 
 class CaptureSettings(_Section):
     max_overhead: Fraction
+
+
+class UpdateSettings(_Section):
+    in_backward: bool
+    momentum_dtype: Literal["fp32", "bf16"]
 
 
 class ControlSettings(_Section):
@@ -139,6 +147,7 @@ class MethodSettings(_Section):
     batch: BatchSettings
     control: ControlSettings
     capture: CaptureSettings
+    update: UpdateSettings
 
     @property
     def probes_curvature(self) -> bool:
@@ -151,6 +160,11 @@ class MethodSettings(_Section):
             raise ValueError(
                 f"method.precision.tau_low={p.tau_low} and method.precision.tau_high={p.tau_high}: "
                 "expected tau_low < tau_high; lower the first or raise the second"
+            )
+        if p.adaptive and p.narrowest == "bf16" and self.dtype == "fp16":
+            raise ValueError(
+                "method.dtype=fp16 and method.precision.narrowest=bf16: expected layers to start no narrower than they "
+                "may become; set method.dtype=bf16"
             )
         c = self.curvature
         if c.estimator == "fisher" and c.product != "auto":
@@ -235,6 +249,14 @@ class Settings(_Section):
         """Whether ``memory.budget`` is in force: followed by the batch size, or enforced."""
         return self.method.batch.elastic or self.memory.enforce
 
+    @property
+    def without_savings(self) -> Settings:
+        """The same without what makes a step need less memory."""
+        update = self.method.update.model_copy(update={"in_backward": False, "momentum_dtype": "fp32"})
+        method = self.method.model_copy(update={"update": update})
+        model = self.model.model_copy(update={"checkpointing": False})
+        return self.model_copy(update={"method": method, "model": model})
+
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         if len(set(self.seeds)) != len(self.seeds):
@@ -244,6 +266,14 @@ class Settings(_Section):
                 "dataset.evaluate_on=validation and dataset.validation_fraction=0: expected a fraction above 0; "
                 "set dataset.validation_fraction=0.1, or dataset.evaluate_on=test"
             )
+        if self.method.batch.elastic and self.method.batch.growth == "noise":
+            momentum, interval = self.optimizer.momentum, self.method.control.interval
+            if momentum == 0 or interval * (1 - momentum) < 2 - 1e-9:
+                raise ValueError(
+                    f"method.batch.growth=noise, optimizer.momentum={momentum} and method.control.interval={interval}: "
+                    "expected momentum, whose average tells gradient from noise, and control steps twice as far apart "
+                    "as it remembers, 1 / (1 - momentum); use method.batch.growth=model"
+                )
         if self.device == "cpu" and self.kernels == "triton":
             raise ValueError("device=cpu and kernels=triton: expected a CUDA device for Triton; use kernels=auto")
         if self.memory.enforce and self.device == "cpu":

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from triaccel_bench import control, ledger, models, precision
+from triaccel_bench.anatomy import Anatomy
 from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet
 from triaccel_bench.engine import Engine
 from triaccel_bench.hardware import Hardware, executed_dtype, kernels_for
@@ -22,7 +23,7 @@ from triaccel_bench.meters import Clock, MemoryMeter, Peaks, largest, open_meter
 from triaccel_bench.methods import Method, resolve_budget
 from triaccel_bench.probe import Probe
 from triaccel_bench.reading import Reading
-from triaccel_bench.records import EpochRecord, RunRecord, Trace, finite
+from triaccel_bench.records import EpochRecord, RunRecord, Trace
 from triaccel_bench.recovery import Recovery, tolerated
 from triaccel_bench.schedule import batch_rate_factor, make_schedule
 from triaccel_bench.settings import Settings
@@ -70,18 +71,21 @@ class Trainer:
 
         started = self.clock.read()
         self.budget_bytes, run.budget_source = resolve_budget(
-            settings, hardware, lambda: self._scratch([("fp32",)], settings.memory.calibration_steps)
+            settings,
+            hardware,
+            lambda: self._scratch([("fp32",)], settings.memory.calibration_steps, settings.without_savings),
         )
         run.budget_bytes = self.budget_bytes
         if settings.memory.enforce and self.budget_bytes is not None:
             share = (self.budget_bytes + self.data.bytes) / hardware.total_bytes
             torch.cuda.set_per_process_memory_fraction(min(share, 1.0), hardware.device)
         # Under the cap, where there is one: what a library tries out now has to fit as well.
-        tolerated(lambda: self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS))
+        tolerated(lambda: self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS, settings))
 
         torch.manual_seed(seed)
-        self.network, self.method, self.engine = self._assemble(self._reason_for_eager_steps())
+        self.network, self.method, self.engine = self._assemble(self._reason_for_eager_steps(), settings)
         self.meter = self._meter_of(self.engine)
+        self.anatomy = Anatomy(self.meter, self.engine, self.data.bytes)
         self.recovery = Recovery(run, self.engine, self.method.release, self.emit)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers))
@@ -96,16 +100,14 @@ class Trainer:
         """What the clock would have shown as training began, had there been nothing else."""
         run.first_use_seconds = self.clock.read() - started
 
-    def _assemble(self, eager: str | None) -> tuple[models.Network, Method, Engine]:
-        settings = self.settings
+    def _assemble(self, eager: str | None, settings: Settings) -> tuple[models.Network, Method, Engine]:
         network = models.build(settings.model, settings.dataset.num_classes)
         layout = torch.channels_last if settings.model.layout == "channels_last" else torch.contiguous_format
         network.module.to(self.hardware.device, memory_format=layout).train()
         precision.prepare(network)
-        method = Method(settings.method, network, self.hardware, self.seed)
-        schedule = make_schedule(
-            settings.optimizer.lr, settings.epochs, settings.optimizer.warmup_epochs, self.data.train_count
-        )
+        momentum, samples = settings.optimizer.momentum, self.data.train_count
+        method = Method(settings.method, network, self.hardware, self.seed, momentum, samples)
+        schedule = make_schedule(settings.optimizer.lr, settings.epochs, settings.optimizer.warmup_epochs, samples)
         engine = Engine(
             network,
             settings.method,
@@ -138,17 +140,16 @@ class Trainer:
         return list(PLANS_TO_COMPILE) if adaptive else [(self.settings.method.dtype,)]
 
     def _meter_of(self, engine: Engine) -> MemoryMeter:
-        return open_meter(
-            self.settings.memory.meter, self.hardware, self.data.bytes, engine.network.module, engine.state_bytes
-        )
+        chosen, module = self.settings.memory.meter, engine.network.module
+        return open_meter(chosen, self.hardware, self.data.bytes, module, lambda: engine.state_bytes)
 
-    def _scratch(self, plans: list[tuple[str, ...]], steps: int) -> int | None:
+    def _scratch(self, plans: list[tuple[str, ...]], steps: int, settings: Settings) -> int | None:
         """Train a throw-away copy at B0, ``steps`` under each requested plan; returns the meter's peak under the last.
 
         It runs eagerly: the memory it needs is the same, and a capture would outlast its few steps.
         """
         torch.manual_seed(self.seed)
-        network, method, engine = self._assemble("a copy of a few steps")
+        network, method, engine = self._assemble("a copy of a few steps", settings)
         meter = self._meter_of(engine)
         self.data.begin_epoch(self.seed, 0)
         batch = min(self.settings.method.batch.initial, self.data.train_count)
@@ -229,28 +230,22 @@ class Trainer:
         self._check(reading)
 
         evaluation_started = self.clock.read()
-        (loss_sum, correct, samples), self._evaluated_at = self.recovery.in_halves(
+        evaluated, self._evaluated_at = self.recovery.in_halves(
             "an evaluation", self._evaluated_at, lambda size: self.engine.evaluate(self.data.eval_batches(size))
         )
         evaluation_seconds = self.clock.read() - evaluation_started
-        self._close_window()
+        self.anatomy.reached("evaluation", self._close_window())
         self.peaks.epoch = largest(self.peaks.epoch, self.peaks.window)
         record = EpochRecord(
             epoch=epoch,
-            evaluation_loss=finite(loss_sum / samples),
-            evaluation_accuracy_percent=100.0 * correct / samples,
-            evaluation_samples=samples,
             train_seconds=elapsed,
             evaluation_seconds=evaluation_seconds,
             probe_seconds=probe_seconds,
             captures=self.engine.captured.count - captures,
             capture_seconds=self.engine.captured.seconds - capture_seconds,
-            steps=len(sizes),
-            samples_seen=sum(sizes),
-            batch_mean=sum(sizes) / len(sizes),
-            batch_min=min(chosen),
-            batch_max=max(chosen),
             plan_changes=plan_changes,
+            **ledger.evaluation_figures(*evaluated),
+            **ledger.batch_figures(sizes, chosen),
             **ledger.epoch_figures(before, reading, self.method.decision, self.method.curvature, self.step),
             **ledger.memory_figures(self.peaks.epoch, self.peaks.probe, self.meter.readings()),
         )
@@ -280,7 +275,8 @@ class Trainer:
         return len(indices)
 
     def _step(self, indices: torch.Tensor) -> str:
-        with self.meter.recording() if self._record_next else nullcontext():
+        counted = self.meter.recording() if self._record_next else nullcontext()
+        with counted, self.anatomy.watching(self._record_next):
             return self.engine.step(indices)
 
     def _follow(self, decision: control.Decision) -> None:
@@ -312,7 +308,7 @@ class Trainer:
         if reason is not None and reason not in self.run.warnings:
             self.run.warnings.append(reason)
             self.emit("note", {"text": f"curvature probes run eagerly: {reason}"})
-        self.peaks.probe = largest(self.peaks.probe, peak)
+        self.peaks.probe = largest(self.peaks.probe, self.anatomy.reached("probe", peak))
         self._probe_pool_bytes = probe.replayed_bytes
         self.trace.probes.append(ledger.probe_trace(self.step, seconds, peak, probe))
         return seconds
@@ -335,7 +331,7 @@ class Trainer:
         before = self.method.decision
         capturing = self.engine.captured.share(self.training_seconds)
         signals, decision = self.method.decide(
-            epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing
+            epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing, reading.momentum_square
         )
         if decision.executed != before.executed:
             self.engine.set_plan(decision.executed)
@@ -364,10 +360,11 @@ class Trainer:
         self.meter.begin_window()
         self.engine.captured.replayed_bytes = 0
 
-    def _close_window(self) -> None:
+    def _close_window(self) -> int | None:
         peak = self.meter.window_peak_bytes(self.engine.captured.replayed_bytes)
         self.peaks.window = largest(self.peaks.window, peak)
         self._begin_window()
+        return peak
 
     def _check(self, reading: Reading) -> None:
         self.run.steps = self.step
@@ -395,6 +392,8 @@ class Trainer:
         """Write the controller's last state into the run record; also after a run that ended early."""
         method = self.method
         variance = self.engine.read().variance
+        method.release()
+        self.run.memory = self.anatomy.record()
         ledger.fill_final_state(
             self.run, self.network, method.decision, method.state, variance, method.curvature, self.step
         )
