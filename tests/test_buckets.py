@@ -351,7 +351,13 @@ def failing_backward(made: Engine, at: int):
     made.network.module.conv1.weight.register_hook(hook)
 
 
-FLOOR = "method.batch.min=8", "method.batch.initial=32", "method.batch.down=8", "epochs=1", "method.update.in_backward=true"
+FLOOR = (
+    "method.batch.min=8",
+    "method.batch.initial=32",
+    "method.batch.down=8",
+    "epochs=1",
+    "method.update.in_backward=true",
+)
 
 
 @once
