@@ -9,6 +9,7 @@ import pytest
 
 from triaccel_bench.configuration import compose
 from triaccel_bench.control import Signals, decide, start
+from triaccel_bench.noise import Squares
 from triaccel_bench.rungs import Reading, Seen, next_rung, predicted_peak
 from triaccel_bench.settings import BatchSettings, MethodSettings
 
@@ -137,6 +138,7 @@ def simulated(seed: int, growth: str) -> tuple[list[int], list[float], list[bool
     _, state = start(1, settings, native)
     fixed, slope, budget = draw.uniform(50, 400), draw.uniform(0.5, 6), 1000
     device = draw.choice([1200, 5000])
+    noise_scale = draw.uniform(50, 2000)
     neighbour, changes = 0.0, sorted(draw.sample(range(5, 55), 3))
     sizes, shares, quiet = [], [], []
     for step in range(90):
@@ -149,14 +151,19 @@ def simulated(seed: int, growth: str) -> tuple[list[int], list[float], list[bool
                 state = state.__class__(**{**vars(state), "seen": state.seen.under_a_new_plan()})
         used = round((fixed + slope * state.batch) * draw.uniform(0.99, 1.0))
         free = round(max(0.0, device - used - neighbour))
-        decision, state = decide(Signals(step, None, None, used, budget, free), state, settings, native)
+        squares = None
+        if growth == "noise":
+            scatter = noise_scale * draw.uniform(0.95, 1.05)
+            squares = Squares(1 + scatter / state.batch, 1 + scatter / (19 * state.batch), 19.0, 10**9)
+        signals = Signals(step, None, None, used, budget, free, squares=squares)
+        decision, state = decide(signals, state, settings, native)
         sizes.append(decision.batch)
         shares.append(used / budget)
         quiet.append(step > changes[-1])
     return sizes, shares, quiet
 
 
-@pytest.mark.parametrize("growth", ["paper", "model"])
+@pytest.mark.parametrize("growth", ["paper", "model", "noise"])
 @pytest.mark.parametrize("seed", range(60))
 def test_closed_loop_with_disturbances(seed, growth):
     sizes, shares, quiet = simulated(seed, growth)
@@ -165,9 +172,9 @@ def test_closed_loop_with_disturbances(seed, growth):
     # Not above MemMax for longer than one control step, but on the way down to the floor.
     for before, now, size in zip(shares, shares[1:], sizes[1:]):
         assert not (before > 1.0 and now > 1.0) or now < before or size == 32
-    # Settles within 3 control steps of the last rung that it needs: paper walks rung by rung, model jumps.
+    # Settles within 3 control steps of the last rung that it needs: paper walks rung by rung, model jumps, noise doubles.
     last = calm[-1]
-    needed = abs(last - sizes[start_of_quiet - 1]) // 32 if growth == "paper" else 2
+    needed = {"paper": abs(last - sizes[start_of_quiet - 1]) // 32, "model": 2, "noise": 4}[growth]
     assert all(abs(size - last) <= 32 for size in calm[needed + 3 :]), calm
     # At most one reversal an epoch after that.
     for epoch in range(0, len(calm), CONTROL_STEPS_AN_EPOCH):

@@ -182,6 +182,13 @@ class _Watch:
         self._hooks = []
 
 
+def held(memory: MemoryRecord) -> str:
+    """What of it is known to stay between two steps, in words."""
+    kinds = ("weights", "copies", "optimizer", "dataset")
+    known = [(kind, memory.kind_bytes[kind]) for kind in kinds if memory.kind_bytes[kind]]
+    return ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in known) or "nothing that is known"
+
+
 def _copies(network: Network) -> list[Tensor]:
     return [copy for layer in network.layers.values() for copy in getattr(layer, "copies", {}).values()]
 

@@ -17,6 +17,10 @@ from statistics import LinearRegression, linear_regression
 from triaccel_bench.settings import BatchSettings
 
 
+RETRIED_BELOW = 0.98
+"""Share of rho_high that a rung seen above rho_high must be predicted at before it is tried again."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """Peak bytes of the last control window at ``batch``, MemMax, and how much more the device would give."""
@@ -115,7 +119,9 @@ def _one_rung_up(reading: Reading, seen: Seen, rules: BatchSettings, below: str)
     batch = reading.batch
     larger = min(rules.max, batch + rules.up)
     predicted = reading.share * seen.factors.get(larger, 1.0)
-    if predicted > rules.rho_high:
+    # One that did end there needs more than what readings scatter by.
+    overshot = seen.peaks.get(larger, 0) > rules.rho_high * reading.budget
+    if predicted > rules.rho_high * (RETRIED_BELOW if overshot else 1.0):
         return batch, f"hold: {below}, but B={larger} is predicted at {predicted:.3f}"
     # The whole usage scaled by the growth is an upper bound: weights and their state do not grow with B.
     if reading.free is not None and reading.used * (larger - batch) / batch > reading.free:

@@ -23,6 +23,7 @@ import torchvision
 import triaccel_bench
 from triaccel_bench import graphs
 from triaccel_bench import hardware as hardware_module
+from triaccel_bench.anatomy import held
 from triaccel_bench.data import DataError, load
 from triaccel_bench.hardware import DeviceError, Hardware
 from triaccel_bench.identity import RESULTS_VERSION
@@ -117,6 +118,7 @@ def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecor
                 run.status, run.reason = "oom", f"does not fit at batch {batch}: {said}"
                 if trainer:
                     trainer.finish()
+                    run.reason += f" (held between steps: {held(run.memory)})"
     return trainer.trace if trainer else None
 
 
