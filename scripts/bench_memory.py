@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Memory that a step needs less of, a batch that fills its budget, predictions that hold, and shortages that pass.
 
-Rows, for each model: ``less`` is the peak of a 16-bit step at B0 with everything that saves memory on, and
-its time over that of the plain step; ``elastic`` the batch, epoch time and peak that a run settles at whose
-budget is FP32's peak; ``predicted`` how far the peak of a rung never run before was from what the
+Rows, for each model: ``less`` is the peak of a 16-bit step at B0 with what saves memory for hardly any time (all but
+checkpointing), and its time over that of the plain step; ``elastic`` the batch, epoch time and peak that a run
+settles at whose budget is FP32's peak; ``predicted`` how far the peak of a rung never run before was from what the
 controller had predicted; ``oom`` the share of forced shortages after which a run went on as if nothing had been.
 """
 

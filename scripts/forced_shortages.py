@@ -52,9 +52,9 @@ def force(made: Trainer, phase: str, chance: random.Random) -> Shortage:
     """Let memory run out once in ``phase`` of a run that has not begun."""
     layers = list(made.network.layers.values())
     layer = chance.choice(layers)
-    # An eager phase comes by in every step, a capture and a probe a few times in all.
-    often = phase in ("forward", "backward", "update")
-    shortage = Shortage(made.hardware.device, chance.randint(2, 12) if often else chance.randint(1, 2))
+    # An eager phase comes by in every step, a probe or an evaluation a few times in all, and a capture once.
+    times = {"capture": 1, "probe": 2, "evaluation": 2}.get(phase, 12)
+    shortage = Shortage(made.hardware.device, chance.randint(1, times))
 
     def in_forward(module: nn.Module, _: tuple[Tensor, ...]) -> None:
         training, graded = made.network.module.training, torch.is_grad_enabled()

@@ -126,6 +126,12 @@ def test_a_setting_that_the_method_does_not_read_tells_nothing_apart():
     assert read[1].variant == "epochs=2, curvature.alpha=0.5, lr=0.2"
 
 
+def test_what_saves_memory_still_has_plain_fp32_as_its_baseline():
+    tree = {"model": {"checkpointing": True}, "method": {"update": {"in_backward": True}}}
+    plain, ours = cells([run(), run(method="triaccel", tree=tree)])
+    assert baseline(ours, [plain, ours]) is plain
+
+
 def test_a_record_without_todays_settings_is_still_told_apart():
     runs = [run(cell="a"), run(cell="b", tree={"epochs": 2})]
     for one in runs:

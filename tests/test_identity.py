@@ -44,6 +44,21 @@ def test_fp32_ignores_switches_that_are_off(override):
     assert cell("method=fp32", override) == cell("method=fp32")
 
 
+@pytest.mark.parametrize(("method", "override"), [
+    ("triaccel", "method.batch.noise_share=0.9"), ("fp32", "method.update.momentum_dtype=bf16"),
+])  # fmt: skip
+def test_settings_that_only_another_choice_reads_are_left_out(method, override):
+    assert cell(f"method={method}", override) == cell(f"method={method}")
+
+
+@pytest.mark.parametrize(("method", "override"), [
+    ("triaccel_plus", "method.batch.noise_share=0.9"), ("amp", "method.update.momentum_dtype=bf16"),
+    ("fp32", "method.update.in_backward=true"), ("fp32", "model.checkpointing=true"),
+])  # fmt: skip
+def test_and_count_where_they_are_read(method, override):
+    assert cell(f"method={method}", override) != cell(f"method={method}")
+
+
 @pytest.mark.parametrize("override", ["memory.budget=0.3", "memory.calibration_steps=5"])
 def test_an_enforced_budget_counts_for_every_method(override):
     assert cell("method=fp32", "memory.enforce=true", override) != cell("method=fp32", "memory.enforce=true")

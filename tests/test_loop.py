@@ -9,6 +9,7 @@ from triaccel_bench import TriAccel
 from triaccel_bench import loop as loop_module
 from triaccel_bench.meters import MemoryMeter
 from triaccel_bench.methods import Method
+from triaccel_bench.settings import SettingsError
 
 BATCH = 16
 
@@ -22,6 +23,30 @@ def parts(lr: float = 0.1) -> tuple[nn.Module, torch.optim.Optimizer]:
 def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(BATCH, 3, 8, 8, generator=generator), torch.randint(0, 10, (BATCH,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "method.update.in_backward=true",
+        "method.update.momentum_dtype=bf16",
+        "method.batch.growth=noise",
+        "model.checkpointing=true",
+    ],
+)
+def test_what_a_loop_of_ones_own_cannot_do_is_refused(override):
+    model, optimizer = parts()
+    with pytest.raises(SettingsError, match=f"{override.split('=')[0]}.*: expected .*; "):
+        TriAccel(model, optimizer, overrides=[override])
+
+
+def test_a_ladder_without_fp16_scales_no_loss():
+    ladders = {}
+    for narrowest in ("fp16", "bf16"):
+        model, optimizer = parts()
+        chosen = [f"method.precision.narrowest={narrowest}", "method.precision.cpu_executes=requested"]
+        ladders[narrowest] = TriAccel(model, optimizer, overrides=chosen)._reachable_levels()
+    assert ladders == {"fp16": ("fp16", "bf16", "fp32"), "bf16": ("bf16", "fp32")}
 
 
 class Meter(MemoryMeter):

@@ -46,19 +46,21 @@ def test_the_noise_scale_of_a_known_gradient_is_found(batch, scale):
 
 
 def test_batches_without_replacement_scatter_less():
-    """Samples of gradients 0 and 2 with mean 1: a batch of all of them has no noise."""
-    count, batch = 200, 10
+    """Samples of gradients 0 and 2 with mean 1, a fourth of them a batch: what N leaves out is 6 times what is left."""
+    count, batch = 40, 10
     generator = torch.Generator().manual_seed(0)
     gradients = torch.tensor([0.0, 2.0]).repeat(count // 2)
-    momentum, average, noise = 0.0, 1.0, Noise()
-    for epoch in range(400):
+    momentum, average, total, steps, noise = 10.0, 1.0, 0.0, 0, Noise()
+    for _ in range(400):
         for indices in torch.randperm(count, generator=generator).split(batch):
             gradient = float(gradients[indices].mean())
             momentum = MU * momentum + gradient
             average += 0.01 * (gradient**2 - average)
-        if epoch > 50:
-            noise = noise.with_reading(Squares(average, ((1 - MU) * momentum) ** 2, STEPS, count), batch)
-    assert noise.scale is not None and 0.3 < noise.scale < 3.0  # 1 / 1^2
+            total += ((1 - MU) * momentum) ** 2
+            steps += 1
+    noise = noise.with_reading(Squares(average, total / steps, STEPS, count), batch)
+    assert noise.scale == pytest.approx(1.0, rel=0.35)
+    assert Noise().with_reading(Squares(average, total / steps, STEPS, 10**9), batch).signal < noise.signal
 
 
 def test_a_gradient_that_turns_tells_nothing_and_a_pure_one_has_no_noise():
@@ -87,7 +89,7 @@ def seen(batch: int) -> rungs.Seen:
 @pytest.mark.parametrize(
     ("scale", "batch", "reason"),
     [
-        (None, 96, "the gradient noise scale is not known yet"),
+        (None, 96, "the gradient noise scale is not known"),
         (0.0, 96, "the gradient noise scale is 0 samples"),
         (254.0, 96, "the gradient noise scale is 254 samples"),
         (256.0, 128, "grow"),
@@ -99,6 +101,12 @@ def test_the_batch_grows_no_further_than_its_samples_are_worth(scale, batch, rea
     reading = rungs.Reading(96, 960, 4000)
     found, words = rungs.next_rung(reading, seen(96), RULES, scale)
     assert found == batch and reason in words
+
+
+def test_a_batch_below_a_rung_grows_by_one_rung():
+    rules = RULES.model_copy(update={"initial": 16, "min": 16})
+    assert rungs.next_rung(rungs.Reading(16, 160, 4000), seen(16), rules, 1e5)[0] == 48
+    assert rungs.next_rung(rungs.Reading(16, 160, 4000), seen(16), rules, 60.0)[0] == 16
 
 
 def test_memory_holds_the_batch_whatever_the_noise():
@@ -128,8 +136,8 @@ def test_a_run_measures_it_and_says_so_in_the_trace():
     reading = made.engine.read()
     layers = len(made.network.layers)
     weights = [layer.weight.detach() for layer in made.network.layers.values()]
-    expected = sum(0.01 * float(m.square().sum()) for m in made.engine.sgd.momenta[:layers])
-    expected -= 25e-8 * sum(float(w.square().sum()) for w in weights)
+    momenta = made.engine.sgd.momenta[:layers]
+    expected = sum(float((0.1 * m - 5e-4 * w).square().sum()) for m, w in zip(momenta, weights, strict=True))
     assert reading.momentum_square == pytest.approx(expected, rel=1e-4)
 
 

@@ -309,6 +309,44 @@ def test_what_is_unsupported_at_the_smaller_size_too_is_raised(monkeypatch):
     assert run.retries == {"cudnn_unsupported": 1}
 
 
+def test_a_doubtful_probe_says_nothing_of_a_step(monkeypatch):
+    made, run = trainer(settings(*BASE, "method=triaccel_curvature", "method.curvature.every=1"), images(train=64))
+    monkeypatch.setattr(made.method._estimator, "probe", failing(made.method._estimator.probe, 1, UNSUPPORTED))
+    made.engine.moments.update = failing(made.engine.moments.update, 2, UNSUPPORTED)
+    made.train()
+    assert run.retries == {"cudnn_unsupported": 2}
+
+
+def test_what_is_unsupported_at_the_floor_is_no_shortage(monkeypatch):
+    made, run = trainer(settings(*BASE, "method.batch.initial=8"), images(train=64))
+    monkeypatch.setattr(made.engine, "step", failing(made.engine.step, 1, UNSUPPORTED))
+    with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_SUPPORTED") as caught:
+        made.train()
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_change_of_plan_that_does_not_fit_is_tried_again_where_graphs_held_memory(pooled):
+    made, run = trainer(
+        settings(
+            *BASE, "method=triaccel_precision", "method.control.interval=1", "method.precision.dwell=1",
+            "method.precision.cpu_executes=requested", "method.update.momentum_dtype=bf16",
+        ),
+        images(train=64),
+    )  # fmt: skip
+    made.engine.sgd.set_momentum_dtypes = failing(made.engine.sgd.set_momentum_dtypes, 1)
+    if pooled:
+        recover, held = made.engine.recover, [True]
+        made.engine.recover = lambda: recover() or bool(held and held.pop())
+        made.train()
+        assert run.retries == {"allocator": 1} and sum(epoch.plan_changes for epoch in run.epochs) > 0
+        assert any("memory ran out in a change of plan" in text for text in run.warnings)
+    else:
+        with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+            made.train()
+        assert run.retries == {"allocator": 1}
+
+
 def test_where_graphs_held_memory_the_same_is_tried_once_more():
     made, run, sizes = disturbed("forward", 2)
     recover, held = made.engine.recover, [True]

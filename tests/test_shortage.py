@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from triaccel_bench.shortage import cause_of
+from triaccel_bench.shortage import cause_of, error_of
 
 
 @pytest.mark.parametrize(
@@ -29,3 +29,5 @@ from triaccel_bench.shortage import cause_of
 )
 def test_who_ran_out_of_memory(error, cause):
     assert cause_of(error) == cause
+    if cause is not None:
+        assert cause_of(error_of(str(error))) == cause

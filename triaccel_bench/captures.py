@@ -96,8 +96,8 @@ class CapturedCalls:
         self._warm.clear()
 
     def give_up(self) -> bool:
-        """Give all of it up, the memory too. Returns whether there was a captured call."""
-        held = bool(self._calls)
+        """Give all of it up, the memory too. Returns whether there was any."""
+        held = self._pool is not None
         self._give_memory_back()
         self._warm.clear()
         return held

@@ -31,7 +31,7 @@ class Signals:
 
     epoch: int
     variance: tuple[float, ...] | None
-    """v_l(t), the EMA; ``None`` before the first applied step or when precision is static."""
+    """v_l(t), the EMA; ``None`` before the first applied step, and where no statistics are kept."""
     lambda_max: tuple[float | None, ...] | None
     """Newest max_i lambda_i(H_l); ``None`` for a layer not probed yet."""
     memory_bytes: int | None

@@ -131,7 +131,8 @@ class Engine:
     def set_plan(self, executed: Sequence[str]) -> None:
         """Put an executed plan in force; the loss is scaled from then on if any layer runs in FP16.
 
-        Steps captured under another plan are given up: they would run its dtypes.
+        Steps captured under another plan are given up: they would run its dtypes. May be called again
+        after it raised for want of memory.
         """
         self.captured.forget()
         self._rehearsed.clear()
@@ -294,17 +295,17 @@ class Engine:
     def _momentum_square(self) -> Tensor | None:
         """|(1 - mu) m|^2 over the layers' weights without weight decay's part, for ``batch.growth=noise``.
 
-        |G + wd w|^2 = |G|^2 + wd^2 |w|^2, since the loss does not change with the length of a weight that is
-        normalised behind its layer: G is at right angles to w.
+        a = (1 - mu) m averages g + wd w, so that of g alone it is |a|^2 - 2 wd <a, w> + wd^2 |w|^2.
         """
         if not self._measures_noise:
             return None
-        layers = len(self.network.layers)
-        momenta, weights = (
-            torch.stack(torch._foreach_norm(tensors[:layers], 2, torch.float32)).square().sum()
-            for tensors in (self.sgd.momenta, [parameter.detach() for parameter in self._parameters])
+        layers, share, decay = len(self.network.layers), 1 - self._momentum, self._weight_decay
+        momenta, weights = self.sgd.momenta[:layers], [weight.detach() for weight in self._parameters[:layers]]
+        of_momenta, of_weights = (
+            torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).square().sum() for tensors in (momenta, weights)
         )
-        return (1 - self._momentum) ** 2 * momenta - self._weight_decay**2 * weights
+        products = torch.stack([(momentum * weight).sum() for momentum, weight in zip(momenta, weights, strict=True)])
+        return share**2 * of_momenta - 2 * decay * share * products.sum() + decay**2 * of_weights
 
     def read(self) -> Reading:
         """``start_reading``, and the wait for it."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from triaccel_bench.shortage import cause_of
+from triaccel_bench.shortage import cause_of, error_of
 
 
 class CaptureError(RuntimeError):
@@ -289,7 +289,7 @@ def _described(error: Exception) -> Exception:
     """A copy of ``error`` without its traceback, whose frames hold the tensors of the failed call."""
     line = (str(error).strip().splitlines() or [""])[0]
     if cause_of(error) is not None:
-        return torch.OutOfMemoryError(str(error))
+        return error_of(str(error))
     return CaptureError(f"{type(error).__name__}: {line}")
 
 

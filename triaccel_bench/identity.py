@@ -48,6 +48,11 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
         del method["curvature"]
     if not elastic:
         method["batch"] = {"initial": method["batch"]["initial"]}
+    elif method["batch"].get("growth") != "noise":
+        method["batch"] = _without(method["batch"], "noise_share")
+    if "update" in method and not adaptive and method["dtype"] == "fp32":
+        # All layers run FP32, unless promotion lifts them: there is nothing wider.
+        method["update"] = _without(method["update"], "momentum_dtype")
     if not (elastic or tree["memory"]["enforce"]):
         tree["memory"] = {key: tree["memory"][key] for key in ("meter", "enforce")}
     if not (adaptive or promotion):

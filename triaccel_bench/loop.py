@@ -60,6 +60,13 @@ class TriAccel:
         device = next(model.parameters()).device
         settings = compose([f"method={method}", f"device={device.type}", f"method.batch.initial={batch}", *overrides])
         self.settings = settings.method
+        update = self.settings.update
+        if update.in_backward or update.momentum_dtype != "fp32":
+            raise SettingsError(
+                f"method.update.in_backward={str(update.in_backward).lower()} and method.update.momentum_dtype="
+                f"{update.momentum_dtype}: expected false and fp32 in a loop of your own, whose optimizer updates its "
+                "way; leave them out"
+            )
         if self.settings.batch.elastic and self.settings.batch.growth == "noise":
             raise SettingsError(
                 "method.batch.growth=noise: expected paper or model in a loop of your own, whose optimizer's momentum "
@@ -178,7 +185,9 @@ class TriAccel:
         return decision
 
     def _reachable_levels(self) -> tuple[str, ...]:
-        return control.LEVELS if self.settings.precision.adaptive else (self.settings.dtype,)
+        if not self.settings.precision.adaptive:
+            return (self.settings.dtype,)
+        return control.LEVELS[control.LEVELS.index(self.settings.precision.narrowest) :]
 
     def _scale_rates(self, optimizer: torch.optim.Optimizer, *_) -> None:
         for group in optimizer.param_groups:

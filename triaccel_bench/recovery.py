@@ -10,7 +10,7 @@ import torch
 
 from triaccel_bench.engine import Engine
 from triaccel_bench.records import RunRecord
-from triaccel_bench.shortage import DOUBTFUL, cause_of
+from triaccel_bench.shortage import DOUBTFUL, cause_of, error_of
 
 Result = TypeVar("Result")
 
@@ -44,33 +44,45 @@ class Recovery:
         emit: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._run, self._engine, self._release, self._emit = run, engine, release, emit
-        self._doubtful = False
+        self._doubtful: set[str] = set()
 
-    def attempt(self, what: str, call: Callable[[], Result]) -> tuple[Result | None, str | None]:
+    def attempt(self, kind: str, what: str, call: Callable[[], Result]) -> tuple[Result | None, str | None]:
         """``(call(), None)``, or ``(None, the error's words)`` if memory ran out; any other error is raised.
 
         Where graphs held memory, it is tried once more without them. What is said to be unsupported may be for want
-        of memory: it is raised where the next attempt says so too, which is a smaller one.
+        of memory: it is raised where the next attempt of that ``kind`` says so too, which is a smaller one.
         """
-        smaller, self._doubtful = self._doubtful, False
+        again_in_doubt = kind in self._doubtful
+        self._doubtful.discard(kind)
         while True:
             try:
                 return call(), None
             except Exception as error:
                 cause = cause_of(error)
-                if cause is None or (cause == DOUBTFUL and smaller):
+                if cause is None or (cause == DOUBTFUL and again_in_doubt):
                     raise
-                self._doubtful = cause == DOUBTFUL
+                if cause == DOUBTFUL:
+                    self._doubtful.add(kind)
                 said = (str(error).splitlines() or [type(error).__name__])[0]
-            # Outside of the handler, whose error holds the frames of what failed, and with them its tensors.
-            self._release()
-            again = self._engine.recover()
             self._run.retries[cause] = self._run.retries.get(cause, 0) + 1
             text = f"memory ran out in {what} ({cause}): {said}"
             self._run.warnings.append(text)
             self._emit("note", {"text": text})
-            if not again:
+            # Outside of the handler, whose error holds the frames of what failed, and with them its tensors.
+            self._release()
+            if not self._engine.recover():
                 return None, said
+
+    def must(self, what: str, call: Callable[[], Result]) -> Result:
+        """``call()``, which has no smaller form.
+
+        Raises:
+            torch.OutOfMemoryError: it does not fit without the graphs either.
+        """
+        result, said = self.attempt(what, what, call)
+        if said is not None:
+            raise error_of(said)
+        return result
 
     def in_halves(self, what: str, size: int, call: Callable[[int], Result]) -> tuple[Result, int]:
         """``call(size)``, or of the half as often as it takes, and that size.
@@ -79,9 +91,9 @@ class Recovery:
             torch.OutOfMemoryError: not even one fits.
         """
         while True:
-            result, said = self.attempt(f"{what} of {size}", lambda size=size: call(size))
+            result, said = self.attempt(what, f"{what} of {size}", lambda size=size: call(size))
             if said is None:
                 return result, size
             if size == 1:
-                raise torch.OutOfMemoryError(said)
+                raise error_of(said)
             size = max(1, size // 2)

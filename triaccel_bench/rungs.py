@@ -3,8 +3,8 @@
 ``batch.growth=paper`` moves B by one rung, down above rho_high of MemMax and up below rho_low. ``batch.growth=model``
 fits ``peak(B) = fixed + slope B`` to the rungs seen under the executed plan in force and goes straight to the highest
 rung that it puts at rho_high or below. ``batch.growth=noise`` does so too, but climbs no further than a share of the
-gradient noise scale, beyond which a step gains less than its samples cost, and to twice B at most, which is as far as
-a reading at B can be trusted. None climbs where the device lacks the memory, whoever holds it.
+gradient noise scale, beyond which a step gains less than its samples cost, and to twice B at most (or by one rung),
+which is as far as a reading at B can be trusted. None climbs where the device lacks the memory, whoever holds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from statistics import LinearRegression, linear_regression
 
 from triaccel_bench.settings import BatchSettings
-
 
 RETRIED_BELOW = 0.98
 """Share of rho_high that a rung seen above rho_high must be predicted at before it is tried again."""
@@ -87,7 +86,7 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, noise_scale: f
     if rules.growth == "noise":
         highest = _worth_its_samples(batch, rules, noise_scale)
         if highest == batch:
-            known = "not known yet" if noise_scale is None else f"{noise_scale:.0f} samples"
+            known = "not known" if noise_scale is None else f"{noise_scale:.0f} samples"
             return batch, f"hold: {below}, but the gradient noise scale is {known}"
         rules = rules.model_copy(update={"max": highest})
     if rules.growth != "paper" and seen.line() is not None:
@@ -96,10 +95,10 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, noise_scale: f
 
 
 def _worth_its_samples(batch: int, rules: BatchSettings, noise_scale: float | None) -> int:
-    """The highest rung from ``batch`` on that is no larger than its share of the gradient noise scale, and 2 B."""
+    """The highest rung from ``batch`` on that is no larger than its share of the gradient noise scale, nor than 2 B."""
     if noise_scale is None:
         return batch
-    limit = min(rules.noise_share * noise_scale, 2 * batch)
+    limit = min(rules.noise_share * noise_scale, max(2 * batch, batch + rules.up))
     if limit >= rules.max:
         return rules.max
     return batch + rules.up * max(0, math.floor((limit - batch) / rules.up))

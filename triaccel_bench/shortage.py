@@ -25,3 +25,9 @@ def cause_of(error: BaseException) -> str | None:
     if not isinstance(error, RuntimeError):
         return None
     return next((cause for cause, words in _WORDS.items() if any(word in str(error) for word in words)), None)
+
+
+def error_of(said: str) -> Exception:
+    """An error in those words, which ``cause_of`` takes for what it took the first one for."""
+    error = RuntimeError(said)
+    return torch.OutOfMemoryError(said) if cause_of(error) in (None, "allocator") else error

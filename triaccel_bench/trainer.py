@@ -27,6 +27,7 @@ from triaccel_bench.records import EpochRecord, RunRecord, Trace
 from triaccel_bench.recovery import Recovery, tolerated
 from triaccel_bench.schedule import batch_rate_factor, make_schedule
 from triaccel_bench.settings import Settings
+from triaccel_bench.shortage import error_of
 
 WARM_UP_STEPS = 2
 """Steps of a throw-away copy before the first epoch's clock: library start-up and kernel compilation."""
@@ -256,13 +257,13 @@ class Trainer:
         while True:
             indices = sampler.take(self.method.decision.batch)
             outcome, failed = self.recovery.attempt(
-                f"step {self.step + 1}, of {len(indices)}", lambda batch=indices: self._step(batch)
+                "step", f"step {self.step + 1}, of {len(indices)}", lambda batch=indices: self._step(batch)
             )
             if failed is None:
                 break
             sampler.put_back(len(indices))
             if not self.method.back_off(tried=len(indices)):
-                raise torch.OutOfMemoryError(failed)
+                raise error_of(failed)
             self._follow(self.method.decision)
             self._begin_window()
             self.peaks.window, self._record_next = None, True  # no reading of the size that is next
@@ -298,7 +299,7 @@ class Trainer:
             images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
             return self.method.probe(images, labels, self.step, self.training_seconds, self.engine.captured.idle_pool)
 
-        probe, _ = self.recovery.attempt("a curvature probe, which is left out", read)
+        probe, _ = self.recovery.attempt("probe", "a curvature probe, which is left out", read)
         seconds = self.clock.read() - started
         peak = self.meter.window_peak_bytes(0 if probe is None else probe.replayed_bytes)
         self._begin_window()
@@ -334,7 +335,7 @@ class Trainer:
             epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing, reading.momentum_square
         )
         if decision.executed != before.executed:
-            self.engine.set_plan(decision.executed)
+            self.recovery.must("a change of plan", lambda: self.engine.set_plan(decision.executed))
         if decision.rates != before.rates or decision.batch != before.batch:
             self._follow(decision)
         self._record_next = True

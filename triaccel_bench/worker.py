@@ -31,7 +31,7 @@ from triaccel_bench.meters import card_state
 from triaccel_bench.models import WeightsError
 from triaccel_bench.records import Provenance, RunRecord, Trace, planned_run, write_run
 from triaccel_bench.settings import Settings, SettingsError
-from triaccel_bench.shortage import cause_of
+from triaccel_bench.shortage import DOUBTFUL, cause_of
 from triaccel_bench.trainer import Diverged, Trainer
 
 REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)
@@ -110,7 +110,7 @@ def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecor
             run.status, run.reason = "diverged", str(error)
             trainer.finish()
         except Exception as error:
-            if cause_of(error) is None:
+            if cause_of(error) in (None, DOUBTFUL):
                 _fail(run, error, emit)
             else:
                 batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
