@@ -54,9 +54,12 @@ def test_settings_that_only_another_choice_reads_are_left_out(method, override):
 @pytest.mark.parametrize(("method", "override"), [
     ("triaccel_plus", "method.batch.noise_share=0.9"), ("amp", "method.update.momentum_dtype=bf16"),
     ("fp32", "method.update.in_backward=true"), ("fp32", "model.checkpointing=true"),
+    ("triaccel_batch method.batch.growth=noise", "method.precision.beta=0.5"),
+    ("triaccel_batch method.batch.growth=noise", "method.precision.normalise_by_batch=false"),
 ])  # fmt: skip
 def test_and_count_where_they_are_read(method, override):
-    assert cell(f"method={method}", override) != cell(f"method={method}")
+    given = f"method={method}".split()
+    assert cell(*given, override) != cell(*given)
 
 
 @pytest.mark.parametrize("override", ["memory.budget=0.3", "memory.calibration_steps=5"])

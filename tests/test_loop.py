@@ -40,6 +40,12 @@ def test_what_a_loop_of_ones_own_cannot_do_is_refused(override):
         TriAccel(model, optimizer, overrides=[override])
 
 
+@pytest.mark.parametrize("memory_gb", [0, -1.0, 1e-12, float("nan"), float("inf")])
+def test_a_budget_that_is_none_is_refused(memory_gb):
+    with pytest.raises(SettingsError, match="memory_gb=.*: expected GB"):
+        TriAccel(*parts(), memory_gb=memory_gb)
+
+
 def test_a_ladder_without_fp16_scales_no_loss():
     ladders = {}
     for narrowest in ("fp16", "bf16"):

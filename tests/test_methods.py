@@ -4,8 +4,10 @@ import dataclasses
 
 from tiny import settings
 
+from triaccel_bench import models
+from triaccel_bench.configuration import compose
 from triaccel_bench.hardware import Hardware, inspect
-from triaccel_bench.methods import resolve_budget
+from triaccel_bench.methods import Method, resolve_budget
 
 
 def cpu() -> Hardware:
@@ -37,3 +39,10 @@ def test_methods_with_a_fixed_batch_use_no_budget_unless_it_is_enforced():
 
 def test_without_a_meter_nothing_is_calibrated():
     assert resolve("memory.meter=vram") == (None, None)
+
+
+def test_b_goes_no_higher_than_there_are_samples_but_starts_where_it_is_told():
+    network = models.build(settings("model=resnet8").model, 10)
+    for samples, highest in ((65, 96), (300, 300), (10**6, 512)):
+        chosen = compose(["method=triaccel_batch", "model=resnet8"]).method
+        assert Method(chosen, network, cpu(), 0, 0.9, samples).settings.batch.max == highest

@@ -61,7 +61,9 @@ def test_reserved_memory_and_probes_have_columns_where_any_row_has_them():
     for table in (table1(both), table2(both)):
         assert column(table, "Reserved (GB)") == ["0.600", "n/a"]
         assert column(table, "Probes (GB)") == ["", "0.400"]
-        assert "Reserved: the most" in table.caption and "Probes: their part" in table.caption
+        assert "Reserved: the most" in table.caption and "their own peak" in table.caption
+    assert "Probes: their part of the time, and their own" in table1(both).caption
+    assert "part of the time" not in table2(both).caption
     assert column(table1(both), "Probes (s)") == ["", "0.250"]
     assert list(table1(both).frame["probe_seconds_per_epoch_mean"]) == [None, 0.25]
     for table in (table1(alone), table2(alone)):

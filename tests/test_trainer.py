@@ -255,3 +255,26 @@ def test_growth_is_held_against_what_is_free_beyond_the_peak(monkeypatch):
     trace = made.train()
     assert {decision.batch_after for decision in trace.decisions} == {16}
     assert all("0 bytes free" in decision.batch_reason for decision in trace.decisions)
+
+
+def test_a_leftover_that_joins_its_batch_is_no_reading_of_b_and_counts_in_the_epoch():
+    """67 samples in batches of 16: the last one has 19."""
+    made, run = trainer(
+        settings(
+            "method=triaccel_batch", "method.batch.initial=16", "method.batch.min=16", "method.batch.max=16",
+            "method.control.interval=2", "memory.budget=10", "epochs=2",
+        ),
+        images(train=67),
+    )  # fmt: skip
+    readings = []
+    decide = made.method.decide
+
+    def watching(epoch, variance, memory_bytes, *rest):
+        readings.append(memory_bytes)
+        return decide(epoch, variance, memory_bytes, *rest)
+
+    made.method.decide = watching
+    made.train()
+    # A window with no other step in it has none.
+    assert len(set(readings) - {None}) == 1 and readings[0] is not None
+    assert all(epoch.memory_peak_bytes > readings[0] for epoch in run.epochs)

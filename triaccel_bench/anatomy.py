@@ -16,7 +16,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from triaccel_bench import graphs
+from triaccel_bench import checkpointing, graphs
 from triaccel_bench.engine import Engine
 from triaccel_bench.meters import MemoryMeter, TensorMeter, VramMeter, largest
 from triaccel_bench.models import Network
@@ -92,15 +92,13 @@ class Anatomy:
         phases, peak = self._phases, None
         if isinstance(self._meter, TensorMeter) and self._meter.largest is not None:
             step = self._meter.largest
-            kinds |= {"weights": step.resident, "optimizer": step.state}
+            # 16-bit copies of weights are among what autograd saves: they are told where they can be told apart.
+            kinds |= {"weights": step.resident, "optimizer": step.state, "copies": None if kinds["copies"] else 0}
             kinds |= {"gradients": step.gradients, "activations": step.saved}
-            peak = sum(kinds.values())
-            # As the meter has it: nothing is freed before the backward pass is over.
-            phases = phases | {
-                "forward": step.total - step.gradients,
-                "backward": step.total,
-                "update": step.total - step.saved,
-            }
+            peak = sum(size for size in kinds.values() if size is not None)
+            # As the meter has it; what is run again in the backward pass may save more there than the forward pass did.
+            forward = None if checkpointing.switched_on(self._engine.network.module) else step.total - step.gradients
+            phases = phases | {"forward": forward, "backward": step.total, "update": step.total - step.saved}
         elif isinstance(self._meter, VramMeter):
             capture = self._engine.captured.capture_peak_bytes
             self.reached("capture", None if capture is None else capture - self._dataset_bytes)

@@ -44,6 +44,11 @@ def switch(module: nn.Module, on: bool) -> None:
             block.checkpointing = on
 
 
+def switched_on(module: nn.Module) -> bool:
+    """Whether any block of ``module`` is checkpointed."""
+    return any(isinstance(block, Checkpointed) and block.checkpointing for block in module.modules())
+
+
 def recomputing() -> bool:
     """Whether the caller runs a second time for a backward pass."""
     return _here.call is not None and _here.call.again

@@ -43,7 +43,10 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
     promotion = method["curvature"]["promotion"]
     probes = method["curvature"]["rates"] or promotion
     if not adaptive:
-        method["precision"] = {key: method["precision"][key] for key in ("bf16_substitute", "cpu_executes")}
+        # The statistics that growth=noise reads are smoothed and scaled as the plan's are.
+        noise = elastic and method["batch"].get("growth") == "noise"
+        read = ("bf16_substitute", "cpu_executes", *(("beta", "normalise_by_batch") if noise else ()))
+        method["precision"] = {key: method["precision"][key] for key in read}
     if not probes:
         del method["curvature"]
     if not elastic:

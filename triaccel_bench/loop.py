@@ -57,6 +57,8 @@ class TriAccel:
         method: str = "triaccel",
         overrides: Sequence[str] = (),
     ) -> None:
+        if memory_gb is not None and not 1e-6 <= memory_gb <= 1e6:
+            raise SettingsError(f"memory_gb={memory_gb}: expected GB (1e9 bytes) from 1e-6 to 1e6; or leave it out")
         device = next(model.parameters()).device
         settings = compose([f"method={method}", f"device={device.type}", f"method.batch.initial={batch}", *overrides])
         self.settings = settings.method

@@ -40,7 +40,7 @@ class Method:
         momentum: float = 0.0,
         samples: int = MAX_COUNT,
     ) -> None:
-        self.settings = settings
+        self.settings = settings = _within(settings, samples)
         self._network = network
         self._momentum_steps, self._samples = (1 + momentum) / (1 - momentum), samples
         self._executed_of = lambda requested: executed_dtype(requested, hardware, settings.precision)
@@ -156,6 +156,13 @@ class Method:
         if name in self.curvature:
             return self.curvature[name].spectrum.eigenvalues[0]
         return math.nan if name in self._unreadable else None
+
+
+def _within(settings: MethodSettings, samples: int) -> MethodSettings:
+    """The settings with no batch above what there is to train on, but for B0."""
+    batch = settings.batch
+    highest = max(batch.initial, min(batch.max, samples))
+    return settings.model_copy(update={"batch": batch.model_copy(update={"max": highest})})
 
 
 def resolve_budget(

@@ -86,8 +86,10 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, noise_scale: f
     if rules.growth == "noise":
         highest = _worth_its_samples(batch, rules, noise_scale)
         if highest == batch:
-            known = "not known" if noise_scale is None else f"{noise_scale:.0f} samples"
-            return batch, f"hold: {below}, but the gradient noise scale is {known}"
+            if noise_scale is None:
+                return batch, f"hold: {below}, but no gradient stands out of the noise yet"
+            worth = f"batch.noise_share={rules.noise_share} of a gradient noise scale of {noise_scale:.0f}"
+            return batch, f"hold: {below}, but {worth} is no larger batch"
         rules = rules.model_copy(update={"max": highest})
     if rules.growth != "paper" and seen.line() is not None:
         return _highest_rung(reading, seen, rules, below)

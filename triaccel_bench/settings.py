@@ -7,6 +7,7 @@ Every field's meaning, unit and paper section stand beside its default in ``conf
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Annotated, Literal
 
@@ -199,8 +200,8 @@ class OptimizerSettings(_Section):
 
 class MemorySettings(_Section):
     meter: Literal["vram", "tensors"]
-    # At most a petabyte: a number of bytes is no number of GB.
-    budget: Literal["fp32", "paper", "device"] | Annotated[float, Field(gt=0, le=1e6)]
+    # From a kilobyte to a petabyte: a number of bytes is no number of GB.
+    budget: Literal["fp32", "paper", "device"] | Annotated[float, Field(ge=1e-6, le=1e6)]
     calibration_steps: PositiveInt
     enforce: bool
 
@@ -269,10 +270,11 @@ class Settings(_Section):
         if self.method.batch.elastic and self.method.batch.growth == "noise":
             momentum, interval = self.optimizer.momentum, self.method.control.interval
             if momentum == 0 or interval * (1 - momentum) < 2 - 1e-9:
+                apart = "" if momentum == 0 else f" (here {math.ceil(2 / (1 - momentum) - 1e-9)} steps)"
                 raise ValueError(
                     f"method.batch.growth=noise, optimizer.momentum={momentum} and method.control.interval={interval}: "
                     "expected momentum, whose average tells gradient from noise, and control steps twice as far apart "
-                    "as it remembers, 1 / (1 - momentum); use method.batch.growth=model"
+                    f"as it remembers{apart}; raise method.control.interval or use method.batch.growth=model"
                 )
         if self.device == "cpu" and self.kernels == "triton":
             raise ValueError("device=cpu and kernels=triton: expected a CUDA device for Triton; use kernels=auto")

@@ -38,7 +38,8 @@ NO_SCORE_TEXT = "No scores: they need VRAM."
 BATCH_TEXT = "Batch: samples a step, mean (smallest-largest) where it moved. Executed: layers by dtype at the end."
 RESERVED, PROBE_SECONDS, PROBE_MEMORY = "Reserved (GB)", "Probes (s)", "Probes (GB)"
 RESERVED_TEXT = "Reserved: the most that the allocator held at an epoch's end, the data set on the device included."
-PROBE_TEXT = "Probes: their part of the time, and their own peak, which the memory figure is no smaller than."
+PROBE_SECONDS_TEXT = "their part of the time"
+PROBE_MEMORY_TEXT = "their own peak, which the memory figure is no smaller than"
 REDUCTION_TEXT = (
     "Reduction = 1 - mean / mean of FP32 on the same device with the same settings. The maximum is over the whole run, "
     "curvature probes and the first steps at B0 included: a batch that only shrinks from there saves nothing here."
@@ -57,19 +58,23 @@ def table1(results: Results) -> Table:
     """Table 1: accuracy, time, memory and score of every cell. Scores are taken per seed, then averaged."""
     sheet = Sheet(results, method_label)
     scores = SCORE_TEXT if any(cell.mean("score") for cell in sheet.cells) else NO_SCORE_TEXT
-    text = [TIME_TEXT, footers.timing_text(sheet.cells), scores, *_memory_texts(sheet), BATCH_TEXT]
+    text = [TIME_TEXT, footers.timing_text(sheet.cells), scores, *_memory_texts(sheet, True), BATCH_TEXT]
     return _table("Table 1: performance and efficiency", text, sheet, _row1)
 
 
 def table2(results: Results) -> Table:
     """Table 2: memory of each Tri-Accel switch against FP32 on the same data, model, device and other settings."""
     sheet = Sheet(results, configuration_label, _belongs_to_the_ablation)
-    return _table("Table 2: ablation of memory", [REDUCTION_TEXT, *_memory_texts(sheet)], sheet, _row2)
+    return _table("Table 2: ablation of memory", [REDUCTION_TEXT, *_memory_texts(sheet, False)], sheet, _row2)
 
 
-def _memory_texts(sheet: Sheet) -> list[str]:
-    texts = {"reserved_bytes": RESERVED_TEXT, "probe_seconds": PROBE_TEXT}
-    return [text for quantity, text in texts.items() if any(cell.mean(quantity) for cell in sheet.cells)]
+def _memory_texts(sheet: Sheet, timed: bool) -> list[str]:
+    reserved, seconds, peak = (
+        any(cell.mean(quantity) for cell in sheet.cells)
+        for quantity in ("reserved_bytes", "probe_seconds", "probe_peak_bytes")
+    )
+    told = [PROBE_SECONDS_TEXT] * (timed and seconds) + [PROBE_MEMORY_TEXT] * peak
+    return [RESERVED_TEXT] * reserved + ([f"Probes: {', and '.join(told)}."] if told else [])
 
 
 def _belongs_to_the_ablation(cell: Cell) -> bool:

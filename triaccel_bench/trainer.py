@@ -10,6 +10,7 @@ import gc
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,11 +72,8 @@ class Trainer:
         run.train_samples, run.evaluation_samples = self.data.train_count, self.data.eval_count
 
         started = self.clock.read()
-        self.budget_bytes, run.budget_source = resolve_budget(
-            settings,
-            hardware,
-            lambda: self._scratch([("fp32",)], settings.memory.calibration_steps, settings.without_savings),
-        )
+        calibrate = partial(self._scratch, [("fp32",)], settings.memory.calibration_steps, settings.without_savings)
+        self.budget_bytes, run.budget_source = resolve_budget(settings, hardware, calibrate)
         run.budget_bytes = self.budget_bytes
         if settings.memory.enforce and self.budget_bytes is not None:
             share = (self.budget_bytes + self.data.bytes) / hardware.total_bytes
@@ -91,10 +89,8 @@ class Trainer:
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers))
         self.peaks = Peaks()
-        self._probe_pool_bytes = 0
-        self._evaluated_at = settings.evaluation.batch
-        self._record_next = True
-        self.step = 0
+        self._probe_pool_bytes, self._evaluated_at = 0, settings.evaluation.batch
+        self._record_next, self.step = True, 0
         self.training_seconds = 0.0
         """Wall-clock of training so far, probes excluded, as of the last probe, control step or epoch's end."""
         self.training_began = 0.0
@@ -256,6 +252,9 @@ class Trainer:
         """One step over the next samples, fewer of them where memory runs out; returns how many."""
         while True:
             indices = sampler.take(self.method.decision.batch)
+            joined = len(indices) > self.method.decision.batch
+            if joined:
+                self._close_window()
             outcome, failed = self.recovery.attempt(
                 "step", f"step {self.step + 1}, of {len(indices)}", lambda batch=indices: self._step(batch)
             )
@@ -267,11 +266,12 @@ class Trainer:
             self._follow(self.method.decision)
             self._begin_window()
             self.peaks.window, self._record_next = None, True  # no reading of the size that is next
-        if outcome == "warmed" and self.settings.engine.autotune:
-            # What cuDNN tried out belongs to the epoch's peak, but tells the controller nothing of the next step's.
-            self.peaks.epoch = largest(self.peaks.epoch, self.meter.window_peak_bytes())
+        if joined or (outcome == "warmed" and self.settings.engine.autotune):
+            # A leftover that joined its batch, or what cuDNN tried out: of the epoch's peak, but no reading of B.
+            peak = self.meter.window_peak_bytes(self.engine.captured.replayed_bytes)
+            self.peaks.epoch = largest(self.peaks.epoch, peak)
             self._begin_window()
-        self._record_next = False
+        self._record_next = self._record_next and joined
         self.step += 1
         return len(indices)
 
