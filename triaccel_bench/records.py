@@ -11,10 +11,11 @@ import os
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+Bytes = Annotated[int, Field(ge=0)]
 Status = Literal["done", "diverged", "oom", "failed", "interrupted"]
 Meter = Literal["vram", "tensors", "off"]
 Kind = Literal["weights", "copies", "gradients", "optimizer", "activations", "workspace", "dataset", "other"]
@@ -55,7 +56,7 @@ class Provenance(_Record):
     device_name: str
     device_uuid: str | None = None
     capability: str | None = None
-    device_total_bytes: int | None = None
+    device_total_bytes: Bytes | None = None
     sm_clock_mhz: int | None = None
     """Clock and temperature as the last epoch ended."""
     temperature_celsius: int | None = None
@@ -94,13 +95,13 @@ class EpochRecord(_Record):
     batch_last: int
     learning_rate_last: float
     loss_scale_last: float | None = None
-    memory_peak_bytes: int | None = None
+    memory_peak_bytes: Bytes | None = None
     """The meter's own peak without the resident data set (``RunRecord.meter`` says which meter)."""
-    probe_peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    process_bytes: int | None = None
+    probe_peak_bytes: Bytes | None = None
+    reserved_bytes: Bytes | None = None
+    process_bytes: Bytes | None = None
     """What NVML attributes to this process, CUDA context included."""
-    device_used_bytes: int | None = None
+    device_used_bytes: Bytes | None = None
     layers_requested: dict[str, int]
     layers_executed: dict[str, int]
     plan_changes: int = 0
@@ -134,14 +135,14 @@ class MemoryRecord(_Record):
 
     model_config = ConfigDict(frozen=True)
 
-    step_peak_bytes: int | None
+    step_peak_bytes: Bytes | None
     """Allocated at the peak of the largest training step that was read, data set included: the sum of its kinds.
 
     Where steps are replayed from CUDA graphs, those were read that ran eagerly before a capture.
     """
-    kind_bytes: dict[Kind, int | None]
+    kind_bytes: dict[Kind, Bytes | None]
     """At that peak."""
-    phase_bytes: dict[Phase, int | None]
+    phase_bytes: dict[Phase, Bytes | None]
     """At the peak of each phase, of whichever step, without the resident data set."""
 
 
@@ -162,10 +163,10 @@ class RunRecord(_Record):
     meter: Meter = "off"
     meter_reason: str | None = None
     dataset_fingerprint: str | None = None
-    dataset_bytes: int | None = None
+    dataset_bytes: Bytes | None = None
     train_samples: int | None = None
     evaluation_samples: int | None = None
-    budget_bytes: int | None = None
+    budget_bytes: Bytes | None = None
     budget_source: str | None = None
     tau_low: float | None = None
     tau_high: float | None = None
@@ -209,8 +210,8 @@ class DecisionTrace(_Record):
     epoch: int
     variance: list[float | None] | None
     lambda_max: list[float | None] | None
-    memory_bytes: int | None
-    budget_bytes: int | None
+    memory_bytes: Bytes | None
+    budget_bytes: Bytes | None
     free_bytes: int | None
     batch_before: int
     batch_after: int
@@ -231,7 +232,7 @@ class ProbeTrace(_Record):
 
     step: int
     seconds: float
-    peak_bytes: int | None
+    peak_bytes: Bytes | None
     layers: list[str]
     eigenvalues: list[list[float]]
     iterations: list[int]

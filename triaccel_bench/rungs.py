@@ -132,9 +132,10 @@ def _one_rung_up(reading: Reading, seen: Seen, rules: BatchSettings, below: str)
 
 def _highest_rung(reading: Reading, seen: Seen, rules: BatchSettings, below: str) -> tuple[int, str]:
     batch, reason = reading.batch, f"hold: {below}"
+    slope = seen.line().slope
     for rung in (*range(batch + rules.up, rules.max, rules.up), rules.max):
         # A rung seen above what the line says of it is as it was seen: else noise would make B swing.
-        predicted = max(predicted_peak(reading, seen, rung), seen.peaks.get(rung, 0))
+        predicted = max(reading.used + slope * (rung - reading.batch), seen.peaks.get(rung, 0))
         if predicted > rules.rho_high * reading.budget:
             stop = f"B={rung} is predicted at {predicted / reading.budget:.3f}"
         elif reading.free is not None and predicted - reading.used > reading.free:

@@ -138,7 +138,11 @@ def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
     except RecordError as error:
         reporter.line(f"{error.fault}; running that seed again")
         return False
-    if (run.cell, run.seed, run.results_version) != (cell, seed, RESULTS_VERSION):
+    if run.results_version != RESULTS_VERSION:
+        versions = f"results version {run.results_version}, not {RESULTS_VERSION}"
+        reporter.line(f"{path}: made by code of {versions}; running that seed again")
+        return False
+    if (run.cell, run.seed) != (cell, seed):
         reporter.line(f"{path}: holds seed {run.seed} of cell {run.cell}, not of this one; running that seed again")
         return False
     return run.status == "done"
