@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test tables bench bench-curvature clean
+.PHONY: help install demo test tables bench bench-curvature bench-memory clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,11 +26,14 @@ test: $(INSTALLED) ## the whole test suite
 tables: $(INSTALLED) ## Tables 1 and 2 from results/runs, written to results/tables
 	$(BIN)/triaccel-tables
 
-bench: $(INSTALLED) ## step times and curvature probes on this machine's GPU, their targets and limits, written to results/bench
-	@missed=0; for part in step curvature; do $(BIN)/python scripts/bench_$$part.py || missed=1; done; exit $$missed
+bench: $(INSTALLED) ## step times, curvature probes and memory on this machine's GPU, their targets and limits, written to results/bench
+	@missed=0; for part in step curvature memory; do $(BIN)/python scripts/bench_$$part.py || missed=1; done; exit $$missed
 
 bench-curvature: $(INSTALLED) ## of these the probes alone; pip install -e '.[curvature-truth]' for the rows beside curvlinops
 	$(BIN)/python scripts/bench_curvature.py
+
+bench-memory: $(INSTALLED) ## of these memory alone: less of it, batches that fill a budget, shortages that pass
+	$(BIN)/python scripts/bench_memory.py
 
 clean: ## remove .venv and build products; results stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache
