@@ -228,7 +228,7 @@ def test_a_run_whose_process_was_killed_fails_with_its_reason(tmp_path):
 def test_ctrl_c_ends_everything_and_leaves_no_half_record(tmp_path):
     with endless_run(tmp_path) as process:
         os.killpg(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert said == "triaccel-bench: interrupted; finished seeds are kept, run the same command to go on\n"
     assert nothing_left_of(process.pid) and not records(tmp_path)
@@ -253,7 +253,7 @@ def test_sigterm_is_an_interruption_too(monkeypatch, here, capfd):
 def test_no_child_trains_on_when_its_parent_was_killed(tmp_path):
     with endless_run(tmp_path) as process:
         process.kill()
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=120)
         assert nothing_left_of(process.pid)
     assert said == "" and not records(tmp_path)
 
