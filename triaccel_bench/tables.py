@@ -42,7 +42,7 @@ PROBE_SECONDS_TEXT = "their part of the time"
 PROBE_MEMORY_TEXT = "their own peak, which the memory figure is no smaller than"
 REDUCTION_TEXT = (
     "Reduction = 1 - mean / mean of FP32 on the same device with the same settings. The maximum is over the whole run, "
-    "curvature probes and the first steps at B0 included: a batch that only shrinks from there saves nothing here."
+    "the first steps at B0 and, of VRAM, curvature probes included: a batch that only shrinks from there saves nothing."
 )
 
 
