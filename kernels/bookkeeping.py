@@ -258,6 +258,12 @@ class StepScalars:
             device=device,
         )
 
+    @property
+    def state(self) -> list[Tensor]:
+        """All that steps and their caller write, where it stays: the seven attributes."""
+        scales = self.loss_scale, self.growth_tracker, self.inverse_scale, self.applied_inverse_scale
+        return [self.counters, self.learning_rate, self.rate_factor, *scales]
+
     @torch.no_grad()
     def set_scaled(self, scaled: bool) -> None:
         """Say, between steps and outside of capture, whether the coming steps scale their loss; waits for nothing."""

@@ -23,6 +23,7 @@ LEVELS = {
         "buckets",
         "snapshot",
         "reading",
+        "resumption",
         "gram",
         "convolution",
         "stats",
@@ -43,12 +44,13 @@ LEVELS = {
         "hessian",
         "jacobian",
     },
-    3: {"engine", "footers", "sheet", "curvature"},
-    4: {"anatomy", "ledger", "methods", "tables", "recovery"},
-    5: {"trainer", "loop"},
-    6: {"worker"},
-    7: {"runner"},
-    8: {"cli", "tables_cli"},
+    3: {"preflight", "engine", "footers", "sheet", "curvature"},
+    4: {"inspection", "pace", "anatomy", "ledger", "methods", "tables", "recovery"},
+    5: {"assembly", "loop"},
+    6: {"trainer"},
+    7: {"worker"},
+    8: {"runner"},
+    9: {"cli", "tables_cli"},
 }
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names} | {"kernels": 0}
 

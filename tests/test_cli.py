@@ -232,6 +232,7 @@ def test_ctrl_c_ends_everything_and_leaves_no_half_record(tmp_path):
     assert process.returncode == 130
     assert said == "triaccel-bench: interrupted; finished seeds are kept, run the same command to go on\n"
     assert nothing_left_of(process.pid) and not records(tmp_path)
+    assert [path.name for path in tmp_path.rglob("*checkpoint*")] == ["checkpoint.pt"]
 
 
 def test_sigterm_is_an_interruption_too(monkeypatch, here, capfd):
@@ -241,12 +242,13 @@ def test_sigterm_is_an_interruption_too(monkeypatch, here, capfd):
 
     monkeypatch.setattr(cli, "run_cells", terminated)
     monkeypatch.setattr(sys, "argv", ["triaccel-bench", "device=cpu"])
-    before = signal.getsignal(signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in cli._INTERRUPTIONS}
     try:
         with pytest.raises(SystemExit) as caught:
             cli.main()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert caught.value.code == 130 and "interrupted" in capfd.readouterr().err
 
 

@@ -10,12 +10,13 @@ from triaccel_bench.data import ImageSet
 from triaccel_bench.engine import Engine
 from triaccel_bench.hardware import inspect
 from triaccel_bench.records import RunRecord, planned_run
+from triaccel_bench.resumption import Keeper
 from triaccel_bench.schedule import Schedule
 from triaccel_bench.settings import Settings
 from triaccel_bench.trainer import Trainer
 
 BASE = [
-    "+experiment=smoke", "progress=none", "dataset.image_size=8", "model.input_size=8", "dataset.train_size=64",
+    "+experiment=smoke", "progress=none", "preflight=off", "dataset.image_size=8", "model.input_size=8", "dataset.train_size=64",
     "dataset.test_size=32", "dataset.crop_padding=1", "method.batch.initial=16", "method.batch.min=8",
     "method.batch.max=32",
 ]  # fmt: skip
@@ -48,7 +49,9 @@ def engine(*overrides: str, plan: list[str] | None = None, schedule: Schedule | 
     return Engine(network, chosen.method, chosen.optimizer, schedule, "torch", plan or ["fp32"] * len(network.layers))
 
 
-def trainer(chosen: Settings, data: ImageSet | None = None, seed: int = 0) -> tuple[Trainer, RunRecord]:
+def trainer(
+    chosen: Settings, data: ImageSet | None = None, seed: int = 0, keeper: Keeper | None = None
+) -> tuple[Trainer, RunRecord]:
     run = planned_run(chosen.model_dump(mode="json"), seed, "cell", 1)
     hardware = inspect(chosen.device, chosen.kernels)
-    return Trainer(chosen, seed, hardware, data or images(), run, lambda kind, payload: None), run
+    return Trainer(chosen, seed, hardware, data or images(), run, lambda kind, payload: None, keeper), run

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import get_args
+from dataclasses import asdict, dataclass, field
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from triaccel_bench.engine import Engine
 from triaccel_bench.meters import MemoryMeter, TensorMeter, VramMeter, largest
 from triaccel_bench.models import Network
 from triaccel_bench.records import Kind, MemoryRecord, Phase
+from triaccel_bench.resumption import checked, section
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,31 @@ class Anatomy:
         """A phase had that much allocated, without the data set; returns it."""
         self._phases[phase] = largest(self._phases[phase], peak_bytes)
         return peak_bytes
+
+    def headroom_bytes(self, peak_bytes: int, cap_bytes: int | None, lent_bytes: int) -> int | None:
+        """By how much that peak could grow: what the card has left, and what a cap on it leaves.
+
+        Args:
+            lent_bytes: what a probe has needed of the graphs' pool.
+        """
+        found = self._meter.headroom_bytes(peak_bytes)
+        if found is None:
+            return None
+        if cap_bytes is not None:
+            return min(found, cap_bytes - peak_bytes)
+        # A new batch size warms up beside the graphs' memory.
+        return found - max(self._engine.captured.pool_bytes, lent_bytes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was seen up to now, the meter's share included."""
+        largest_step = None if self._largest is None else asdict(self._largest)
+        return {"phases": dict(self._phases), "largest": largest_step, "meter": self._meter.state_dict()}
+
+    def load_state_dict(self, saved: object) -> None:
+        """Go on from there. Raises ``CheckpointError`` where that is none."""
+        self._phases |= checked(dict[Phase, int | None], section(saved, "phases"), "phases")
+        self._largest = checked(Step | None, section(saved, "largest"), "largest step")
+        self._meter.load_state_dict(section(saved, "meter"))
 
     def record(self) -> MemoryRecord:
         """All of it at the end of the run, whose captured steps are given up."""

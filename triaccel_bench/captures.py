@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from triaccel_bench.graphs import CaptureError, Graph, Pool, allocated
+from triaccel_bench.resumption import checked, section
 
 COUNTED = "step"
 """The kind of call whose captures are counted, timed and bounded in number."""
@@ -89,6 +90,18 @@ class CapturedCalls:
                 peak = allocated(self._device)[0] + self._calls[key].graph.peak_bytes
                 self.capture_peak_bytes = max(peak, self.capture_peak_bytes or 0)
         return outcome
+
+    def state_dict(self) -> dict[str, Any]:
+        """What captures have cost so far; a new process makes its own."""
+        names = "count", "seconds", "recapture_seconds", "capture_peak_bytes"
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, saved: object) -> None:
+        """Go on counting from there. Raises ``CheckpointError`` where that is none."""
+        self.count = checked(int, section(saved, "count"), "count of captures")
+        self.seconds = checked(float, section(saved, "seconds"), "seconds of captures")
+        self.recapture_seconds = checked(float, section(saved, "recapture_seconds"), "seconds of captures")
+        self.capture_peak_bytes = checked(int | None, section(saved, "capture_peak_bytes"), "peak of captures")
 
     def forget(self) -> None:
         """Give the captured calls up; the pool stays."""

@@ -1,8 +1,8 @@
 """``triaccel-bench``: compose every job of the sweep, judge all of them, then run them.
 
 Exit codes: 0 done; 1 some runs failed (listed with reasons); 2 the configuration, device or
-data cannot be used; 130 interrupted by Ctrl-C, SIGTERM or the reader of a closed pipe
-(finished seeds are kept and reused).
+data cannot be used; 130 interrupted by Ctrl-C, SIGTERM, SIGUSR1 or the reader of a closed pipe
+(finished seeds are kept and reused, and the one under way goes on from its checkpoint).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -25,14 +26,17 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from triaccel_bench import preflight
 from triaccel_bench.configuration import CONFIG_PACKAGE, to_settings
 from triaccel_bench.progress import open_reporter
 from triaccel_bench.results import read_results
-from triaccel_bench.runner import Outcome, Refused, run_cells
+from triaccel_bench.runner import Outcome, Refused, cell_label, run_cells
+from triaccel_bench.runner import preflight as check_cells
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.tables import table1
 from triaccel_bench.terminal import render_terminal, silence_output
 
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _LOCAL_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
@@ -42,9 +46,22 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             # A name that the terminal's encoding lacks is worth an escape, not the loss of a run.
             stream.reconfigure(errors="backslashreplace")
-    # Slurm and `timeout` ask with SIGTERM; left alone, it would end this process and not the child.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    sys.exit(run(sys.argv[1:]))
+    # Slurm and `timeout` ask with SIGTERM, Slurm's --signal with SIGUSR1; left alone, they would end this process and
+    # not the child.
+    for number in _INTERRUPTIONS:
+        signal.signal(number, _interrupt_once)
+    code = run(sys.argv[1:])
+    for number in _INTERRUPTIONS:
+        # The end of the interpreter would otherwise take its handlers away while it can still be asked.
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
+
+
+def _interrupt_once(*_: object) -> NoReturn:
+    """Whoever asks may ask again, as ``timeout`` and Slurm do: the end is under way, and within a fixed time."""
+    for number in _INTERRUPTIONS:
+        signal.signal(number, lambda *_: None)
+    raise KeyboardInterrupt
 
 
 def run(arguments: list[str]) -> int:
@@ -152,7 +169,8 @@ def _compose(job: Callable[[], None]) -> None:
         raise
     except OSError as error:
         raise SettingsError(
-            f"results.root: expected a folder that can be written, got {error}; name another by results.root"
+            f"results.root: expected a folder in which Hydra can make its own, got {error}; name another by "
+            "results.root, or where you set those by hydra.run.dir and hydra.sweep.dir"
         ) from None
     except Exception as error:
         what = str(error).split("\n")[0] or type(error).__name__
@@ -165,6 +183,8 @@ def _compose(job: Callable[[], None]) -> None:
 def _run(jobs: list[Settings]) -> list[Outcome]:
     if not jobs:
         return []
+    if jobs[0].preflight == "only":
+        return _preflight(jobs)
     with open_reporter(jobs[0].progress) as reporter:
         outcomes = run_cells(jobs, reporter)
     for outcome in outcomes:
@@ -180,6 +200,19 @@ def _run(jobs: list[Settings]) -> list[Outcome]:
     return outcomes
 
 
+def _preflight(jobs: list[Settings]) -> list[Outcome]:
+    """Show the checks of all cells; a cell that could not run counts as refused."""
+    report = check_cells(jobs)
+    if sys.stdout is not None and sys.stdout.isatty():
+        render_terminal(preflight.table(report))
+    else:
+        print("\n".join(preflight.lines(report)))
+    return [
+        Outcome(cell_label(jobs[number]), jobs[number].seeds[0], "refused", obstacle, None)
+        for number, obstacle in report.obstacles().items()
+    ]
+
+
 def _summarise(outcomes: list[Outcome]) -> None:
     folders = {outcome.path.parent.parent for outcome in outcomes if outcome.path is not None}
     if folders:
@@ -191,6 +224,8 @@ def _exit_code(outcomes: list[Outcome]) -> int:
     statuses = {outcome.status for outcome in outcomes}
     if "refused" in statuses:
         return 2
+    if statuses <= {"done", "interrupted"} and "interrupted" in statuses:
+        return 130
     return 0 if statuses <= {"done"} else 1
 
 

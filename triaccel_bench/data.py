@@ -198,7 +198,7 @@ class ElasticSampler:
     Every index comes exactly once. A request that would leave fewer than ``MIN_LEFTOVER``
     samples takes them too, so a batch holds up to ``MIN_LEFTOVER - 1`` more than asked for.
     There is no length: the number of batches is known when the epoch ends. To go on within
-    an epoch, take ``taken`` samples from a new sampler of the same seed and epoch.
+    an epoch, let a new sampler of the same seed and epoch ``skip`` what was ``taken``.
 
     Args:
         order: int64 ``[n]``, this epoch's permutation where it already lies on the device
@@ -228,6 +228,16 @@ class ElasticSampler:
         first = self.taken
         self.taken = self._n if self.remaining - size < MIN_LEFTOVER else first + size
         return self._order[first : self.taken]
+
+    def skip(self, count: int) -> None:
+        """The first ``count`` indices have been used before.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if not 0 <= count <= self._n:
+            raise ValueError(f"count={count}: expected 0 to {self._n} samples; skip what was taken")
+        self.taken = count
 
     def put_back(self, count: int) -> None:
         """The last ``count`` indices were not used: the next batch begins with them.

@@ -16,12 +16,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triaccel_bench import models, precision
+from triaccel_bench import models, precision, resumption
 from triaccel_bench.buckets import Buckets
 from triaccel_bench.captures import CapturedCalls
 from triaccel_bench.convolution import WeightGradients
@@ -114,15 +115,7 @@ class Engine:
         self._copies = precision.WeightCopies(network, self._parameters)
         self._evaluation = torch.zeros(2, dtype=torch.float64, device=device)
         self.captured = CapturedCalls(device, eager, cached, tight, self._after_capture)
-        scalars = self.scalars
-        self._before = Snapshot(
-            [
-                *network.module.buffers(),
-                *(scalars.counters, scalars.learning_rate, scalars.loss_scale, scalars.growth_tracker),
-                *(scalars.inverse_scale, scalars.applied_inverse_scale),
-                *self.moments.state,
-            ]
-        )
+        self._before = Snapshot([*network.module.buffers(), *self.scalars.state, *self.moments.state])
         self._begun = False
         self._rehearsed: set[tuple[torch.Size, ...]] = set()
         self.on_phase: Callable[[str], None] | None = None
@@ -159,6 +152,35 @@ class Engine:
             rates = rates.pin_memory()
         self._rates.copy_(rates, non_blocking=True)
         self.scalars.rate_factor.fill_(factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that steps leave behind, but for 16-bit copies and graphs, which are made anew; between two steps."""
+        module, scalars = self.network.module, [*self.scalars.state, self._rates]
+        names, tensors = zip(*module.named_parameters(), *module.named_buffers())
+        return {
+            "model": dict(zip(names, resumption.on_host(tensors))),
+            "momenta": resumption.on_host(self.sgd.momenta),
+            "scalars": resumption.on_host(scalars),
+            "moments": resumption.on_host(self.moments.state),
+            "captured": self.captured.state_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: dict[str, Any], executed: Sequence[str]) -> None:
+        """Put such a state and the plan that was in force in place, before the first step.
+
+        Raises:
+            CheckpointError: it does not fit this network, or these settings.
+        """
+        module, section = self.network.module, resumption.section
+        names, tensors = zip(*module.named_parameters(), *module.named_buffers())
+        resumption.restore(tensors, [section(saved, "model", name) for name in names], "model")
+        # Makes momenta of the plan's dtypes, and 16-bit copies of the weights.
+        self.set_plan(executed)
+        resumption.restore(self.sgd.momenta, section(saved, "momenta"), "momenta")
+        resumption.restore([*self.scalars.state, self._rates], section(saved, "scalars"), "scalars")
+        resumption.restore(self.moments.state, section(saved, "moments"), "moments")
+        self.captured.load_state_dict(section(saved, "captured"))
 
     @property
     def state_bytes(self) -> int:

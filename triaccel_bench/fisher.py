@@ -37,6 +37,7 @@ from triaccel_bench.probe import (
     weight_names,
     wide_dtype,
 )
+from triaccel_bench.resumption import CheckpointError, checked, section
 from triaccel_bench.settings import CurvatureSettings
 
 VERIFIED = 1e-3
@@ -91,6 +92,18 @@ class FisherEstimator:
 
     def release(self) -> None:
         self._matrices.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream of drawn labels is."""
+        return {"random": self._random.getstate()}
+
+    def load_state_dict(self, saved: object) -> None:
+        """Draw on from there. Raises ``CheckpointError`` where that is none."""
+        state = checked(tuple[int, tuple[int, ...], float | None], section(saved, "random"), "stream of labels")
+        try:
+            self._random.setstate(state)
+        except (ValueError, OverflowError) as error:
+            raise CheckpointError(f"its stream of labels is not as expected ({error})") from None
 
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
         """Refresh every layer; as ``Estimator.probe``. ``labels`` are not read.

@@ -24,7 +24,10 @@ except Exception as error:  # a broken installation fails in many ways, and the 
     triton, _triton_import_error = None, error
 
 BF16_NATIVE_FROM = (8, 0)
+FP16_UNITS_FROM = (7, 0)
 TRITON_FROM = (7, 0)
+
+_WHEELS = "https://download.pytorch.org/whl/"
 
 
 class DeviceError(RuntimeError):
@@ -46,6 +49,8 @@ class Hardware:
     capability: tuple[int, int] | None = None
     total_bytes: int | None = None
     bf16_native: bool = False
+    fp16_units: bool = False
+    """Whether there are matrix units for FP16; without them FP16 saves memory, and perhaps no time."""
     kernels: Literal["triton", "torch"]
     kernels_reason: str
     nvml: Any | None = None
@@ -85,6 +90,7 @@ def inspect(device: str, kernels: str) -> Hardware:
         capability=capability,
         total_bytes=properties.total_memory,
         bf16_native=bf16_native,
+        fp16_units=capability >= FP16_UNITS_FROM,
         kernels=backend,
         kernels_reason=kernels_reason,
         nvml=nvml,
@@ -123,12 +129,35 @@ def _inspect_cpu(kernels: str) -> Hardware:
 
 def _no_such_device(device: str, count: int) -> str:
     got = f"{count} CUDA device{'' if count == 1 else 's'}"
-    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
         got += f" under CUDA_VISIBLE_DEVICES={visible!r}"
-    if torch.version.cuda is None:
-        got += f" (torch {torch.__version__} is built without CUDA)"
-    remedy = f"use a number below {count}" if count else "check the driver with nvidia-smi, or use device=cpu"
+    remedy = f"use a number below {count}"
+    if count == 0:
+        reason, remedy = _why_no_cuda(visible)
+        got += f" ({reason})" if reason else ""
     return f"device={device}: expected that CUDA device, got {got}; {remedy}"
+
+
+def _why_no_cuda(visible: str | None) -> tuple[str | None, str]:
+    """The reason, as far as it can be known, and what to do."""
+    if torch.version.cuda is None:
+        reason = f"torch {torch.__version__} is built without CUDA"
+        return reason, f"install a build for CUDA ({_WHEELS}cu126 suits most drivers), or use device=cpu"
+    supported, fault = driver_cuda()
+    if fault is not None:
+        remedy = "install NVIDIA's driver or start the container with its GPUs, so that nvidia-smi lists the card"
+        return f"no driver answers: {fault}", f"{remedy}, or use device=cpu"
+    if supported is not None and supported[0] < int(torch.version.cuda.split(".")[0]):
+        reason = (
+            f"the driver supports CUDA up to {supported[0]}.{supported[1]}, this torch build is for "
+            f"{torch.version.cuda}"
+        )
+        older = {12: f", install a build for CUDA 12.6 ({_WHEELS}cu126)", 11: f", install one of {_WHEELS}cu118"}
+        return reason, f"update the driver{older.get(supported[0], '')}, or use device=cpu"
+    if visible is not None:
+        return None, "name a card of nvidia-smi in CUDA_VISIBLE_DEVICES or unset it, or use device=cpu"
+    return None, "check the driver with nvidia-smi, or use device=cpu"
 
 
 def _require_runnable(name: str, capability: tuple[int, int], arch_list: list[str]) -> None:
@@ -136,10 +165,24 @@ def _require_runnable(name: str, capability: tuple[int, int], arch_list: list[st
         return
     raise DeviceError(
         f"{name} is {_sm(capability)}, and this torch build (torch {torch.__version__}, CUDA {torch.version.cuda}) has "
-        f"code for {', '.join(arch_list)} only, so its first operation would fail; install a build that covers "
-        f"{_sm(capability)} (cards before sm_70, such as a P100, are covered by the builds for CUDA 12.6: "
-        "https://download.pytorch.org/whl/cu126), or use device=cpu"
+        f"code for {', '.join(arch_list)} only, so its first operation would fail; {_build_for(capability)}"
     )
+
+
+def _build_for(capability: tuple[int, int]) -> str:
+    """Which of PyTorch's builds have code for a card, as a remedy."""
+    if capability < (5, 0):
+        return f"no build of PyTorch 2.6 or later covers {_sm(capability)}: use another card, or device=cpu"
+    if capability < (7, 5):
+        # Builds for later CUDA have dropped these cards.
+        cuda, folder = f"12.6, which still covers {_sm(capability)}", "cu126"
+    elif capability < (10, 0):
+        cuda, folder = "12.6 or later", "cu126"
+    elif (11, 0) <= capability < (12, 0):
+        cuda, folder = "13.0 or later", "cu130"
+    else:
+        cuda, folder = "12.8 or later", "cu128"
+    return f"install a build for CUDA {cuda} ({_WHEELS}{folder}), or use device=cpu"
 
 
 def _runs(arch: str, capability: tuple[int, int]) -> bool:
@@ -192,6 +235,28 @@ def cuda_properties(index: int) -> Any:
 
 def cuda_arch_list() -> list[str]:
     return torch.cuda.get_arch_list()
+
+
+def cuda_free_bytes(index: int) -> int:
+    """What this process could still allocate, beside the context that this question makes."""
+    return torch.cuda.mem_get_info(index)[0]
+
+
+def driver_cuda() -> tuple[tuple[int, int] | None, str | None]:
+    """The newest CUDA that the driver supports, or why no driver answers; neither where nobody can be asked.
+
+    CUDA need not start for this.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return None, None
+    try:
+        pynvml.nvmlInit()
+        number = pynvml.nvmlSystemGetCudaDriverVersion_v2()
+    except pynvml.NVMLError as error:
+        return None, _one_line(error)
+    return (number // 1000, number % 1000 // 10), None
 
 
 def cpu_name() -> str:

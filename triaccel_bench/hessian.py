@@ -23,6 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 from triaccel_bench.graphs import CaptureError, Pool, Replayed, clear_workspaces
 from triaccel_bench.lanczos import Product, Spectrum, lanczos, most_products, unit
 from triaccel_bench.probe import Borrow, Probe, as_it_is, detached, leaving_no_trace, started, weight_names
+from triaccel_bench.resumption import CheckpointError, checked, restore, section
 from triaccel_bench.settings import CurvatureSettings
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -118,6 +119,30 @@ class HessianEstimator:
 
     def release(self) -> None:
         self._all_gradients.release()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whose turn it is, what each layer's next start is drawn from, and what turns took."""
+        return {
+            "turns": list(self._turns),
+            "refreshes": dict(self._refreshes),
+            "vectors": dict(self._vectors),
+            "last_turns": dict(self._last_turns),
+            "seconds_per_product": self._seconds_per_product,
+        }
+
+    def load_state_dict(self, saved: object) -> None:
+        """Go on from there. Raises ``CheckpointError`` where that is none of these layers."""
+        turns = checked(list[str], section(saved, "turns"), "turns")
+        refreshes = checked(dict[str, int], section(saved, "refreshes"), "refreshes")
+        last_turns = checked(dict[str, tuple[float, int]], section(saved, "last_turns"), "last turns")
+        vectors = checked(dict[str, Any], section(saved, "vectors"), "vectors")
+        known = sorted(self._names)
+        if sorted(turns) != known or sorted(refreshes) != known or not {*last_turns, *vectors} <= set(known):
+            raise CheckpointError("its turns of layers are not as expected (those of other layers)")
+        self._vectors = {name: torch.zeros(self._leaf(name).numel(), dtype=torch.float16) for name in vectors}
+        restore(list(self._vectors.values()), list(vectors.values()), "vectors")
+        self._turns, self._refreshes, self._last_turns = turns, refreshes, last_turns
+        self._seconds_per_product = checked(float, section(saved, "seconds_per_product"), "seconds of a product")
 
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
         """Refresh the layers whose turn it is, least recently refreshed first; as ``Estimator.probe``.

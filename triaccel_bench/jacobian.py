@@ -136,6 +136,13 @@ class JacobianEstimator:
     def release(self) -> None:
         self._projections.release()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: each probe stands by itself."""
+        return {}
+
+    def load_state_dict(self, saved: object) -> None:
+        """There is nothing to go on from."""
+
     def probe(self, images: Tensor, labels: Tensor, budget_seconds: float | None, pool: Any = None) -> Probe:
         """Refresh every layer; as ``Estimator.probe``. ``labels`` are not read: ``H`` does not depend on them here."""
         device = images.device

@@ -5,14 +5,86 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from triaccel_bench.captures import CapturedCalls
 from triaccel_bench.control import Decision, Signals, State
-from triaccel_bench.meters import Readings
+from triaccel_bench.meters import Peaks, Readings
 from triaccel_bench.models import Network
 from triaccel_bench.probe import LayerCurvature, Probe
 from triaccel_bench.reading import Reading
-from triaccel_bench.records import DecisionTrace, LayerRecord, ProbeTrace, RunRecord, finite
+from triaccel_bench.records import DecisionTrace, EpochRecord, LayerRecord, ProbeTrace, RunRecord, finite
+
+
+@dataclass
+class EpochSoFar:
+    """What the loop has seen of an epoch, in plain values: a checkpoint holds it, and a new process goes on with it."""
+
+    number: int
+    before: Reading
+    """As it began."""
+    begun: bool = False
+    taken: int = 0
+    """Samples handed out."""
+    sizes: list[int] = field(default_factory=list)
+    chosen: list[int] = field(default_factory=list)
+    """B in force at each step."""
+    plan_changes: int = 0
+    probe_seconds: float = 0.0
+    seconds: float = 0.0
+    """Wall-clock up to now."""
+    captures_before: int = 0
+    capture_seconds_before: float = 0.0
+    pending: tuple[Reading, int, float] | None = None
+    """A read-back that no control step has used yet, its step, and its share of the epoch."""
+
+
+def epoch_record(
+    so_far: EpochSoFar,
+    now: Reading,
+    evaluated: tuple[float, int, int],
+    evaluation_seconds: float,
+    captured: CapturedCalls,
+    peaks: Peaks,
+    readings: Readings,
+    decision: Decision,
+    curvature: Mapping[str, LayerCurvature],
+    step: int,
+) -> EpochRecord:
+    """One whole epoch, from what was seen on its way and as of its end."""
+    return EpochRecord(
+        epoch=so_far.number,
+        train_seconds=so_far.seconds,
+        evaluation_seconds=evaluation_seconds,
+        probe_seconds=so_far.probe_seconds,
+        captures=captured.count - so_far.captures_before,
+        capture_seconds=captured.seconds - so_far.capture_seconds_before,
+        plan_changes=so_far.plan_changes,
+        **evaluation_figures(*evaluated),
+        **batch_figures(so_far.sizes, so_far.chosen),
+        **epoch_figures(so_far.before, now, decision, curvature, step),
+        **memory_figures(peaks.epoch, peaks.probe, readings),
+    )
+
+
+def go_on(run: RunRecord, before: RunRecord, step: int) -> None:
+    """Let ``run``, of a new process, go on from the record of the process before it as of ``step``.
+
+    Times add up, what was warned of is said once, and versions and device are the new process's.
+    """
+    run.resumed_at = [*before.resumed_at, step]
+    run.first_use_seconds = (before.first_use_seconds or 0.0) + (run.first_use_seconds or 0.0)
+    run.warnings = [*before.warnings, *(text for text in run.warnings if text not in before.warnings)]
+    for name in ("epochs", "retries", "checkpoint_seconds", "steps", "steps_skipped", "samples_applied"):
+        setattr(run, name, getattr(before, name))
+    if run.provenance is None or before.provenance is None:
+        return
+    run.provenance.started_at = before.provenance.started_at
+    for name in ("code_hash", "torch", "device_uuid"):
+        old, new = getattr(before.provenance, name), getattr(run.provenance, name)
+        if old != new:
+            run.warnings.append(f"resumed at step {step} with another {name}: {new}, before it {old}")
 
 
 def epoch_figures(

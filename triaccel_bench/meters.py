@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from triaccel_bench import checkpointing, graphs
+from triaccel_bench.resumption import checked, section
 
 
 class Card(Protocol):
@@ -130,6 +131,13 @@ class MemoryMeter:
         """Stands around a step, for a meter that must watch it."""
         return nullcontext()
 
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers beyond a window."""
+        return {}
+
+    def load_state_dict(self, saved: object) -> None:
+        """Remember that. Raises ``CheckpointError`` where that is none."""
+
 
 class NoMeter(MemoryMeter):
     """Measures nothing, and says why."""
@@ -219,6 +227,12 @@ class TensorMeter(MemoryMeter):
         if self.largest is None or step.total > self.largest.total:
             self.largest = step
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"largest": None if self.largest is None else asdict(self.largest)}
+
+    def load_state_dict(self, saved: object) -> None:
+        self.largest = checked(CountedStep | None, section(saved, "largest"), "largest step")
+
 
 def open_meter(
     kind: Literal["vram", "tensors"],
@@ -261,12 +275,13 @@ class _SavedBytes:
         self.peak = 0
         self._live = 0
         self._holders: Counter[int] = Counter()
-        self._excepted = {tensor.untyped_storage().data_ptr() for tensor in except_in}
+        self._excepted = {tensor.untyped_storage()._cdata for tensor in except_in}
 
     def pack(self, tensor: Tensor) -> _Held:
         # Detached: an output that its own graph node held would keep both alive if backward never runs.
         held, storage = _Held(tensor.detach()), tensor.untyped_storage()
-        address, size_bytes = storage.data_ptr(), storage.nbytes()
+        # Not where its data lies: a tensor on the meta device has a size and no data.
+        address, size_bytes = storage._cdata, storage.nbytes()
         if address not in self._excepted:
             self._count(address, +1, size_bytes)
             weakref.finalize(held, self._count, address, -1, size_bytes)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from triaccel_bench import control, curvature, precision
+from triaccel_bench import control, curvature, precision, resumption
 from triaccel_bench.hardware import Hardware, executed_dtype
 from triaccel_bench.models import Network
 from triaccel_bench.noise import Squares
 from triaccel_bench.paper import printed_vram_bytes
 from triaccel_bench.probe import LayerCurvature, Probe
+from triaccel_bench.resumption import CheckpointError, checked
 from triaccel_bench.settings import MAX_COUNT, MethodSettings, Settings
 
 
@@ -131,6 +132,39 @@ class Method:
         if self.settings.precision.normalise_by_batch:
             square *= self.settings.batch.initial / self.state.batch
         return Squares(square, momentum_square, self._momentum_steps, self._samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the controller and its estimator stand."""
+        return {
+            "state": asdict(self.state),
+            "decision": asdict(self.decision),
+            "curvature": {name: asdict(found) for name, found in self.curvature.items()},
+            "unreadable": sorted(self._unreadable),
+            "probe_seconds": self._probe_seconds,
+            "estimator": None if self._estimator is None else self._estimator.state_dict(),
+        }
+
+    def load_state_dict(self, saved: object) -> None:
+        """Go on from there; whoever steps still has to follow ``decision``.
+
+        Raises:
+            CheckpointError: it is no such state, or one of other layers.
+        """
+        section = resumption.section
+        state = checked(control.State, section(saved, "state"), "controller")
+        decision = checked(control.Decision, section(saved, "decision"), "decision")
+        curvature = checked(dict[str, LayerCurvature], section(saved, "curvature"), "curvature")
+        unreadable = set(checked(list[str], section(saved, "unreadable"), "unreadable layers"))
+        each = state.base, state.promoted, state.dwelt, state.rates, decision.requested, decision.executed
+        layers = self._network.layers
+        levels = {*state.base, *decision.requested, *decision.executed}
+        fits = {len(values) for values in each} == {len(layers)} and {*curvature, *unreadable} <= layers.keys()
+        if not fits or not levels <= set(control.LEVELS) or state.batch < 1 or decision.batch != state.batch:
+            raise CheckpointError("its controller is not as expected (that of other layers)")
+        if self._estimator is not None:
+            self._estimator.load_state_dict(section(saved, "estimator"))
+        self._probe_seconds = checked(float, section(saved, "probe_seconds"), "seconds of probes")
+        self.state, self.decision, self.curvature, self._unreadable = state, decision, curvature, unreadable
 
     def release(self) -> None:
         """Give up what probes keep on the device between them."""

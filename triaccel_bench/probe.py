@@ -100,6 +100,12 @@ class Estimator(Protocol):
     def release(self) -> None:
         """Give up what is kept on the device between probes."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the next probe depends on beside the model: plain values and tensors on the host."""
+
+    def load_state_dict(self, saved: object) -> None:
+        """Go on from there. Raises ``CheckpointError`` where that is none."""
+
 
 def started(device: torch.device, now: Callable[[], float]) -> float:
     """The time once ``device`` has done what was begun before, which is not to be charged to a probe."""

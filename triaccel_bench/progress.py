@@ -38,13 +38,17 @@ class Plain(Reporter):
     def __init__(self, now=time.monotonic) -> None:
         self._now = now
         self._label, self._meter, self._started = "", "vram", now()
+        self._first: int | None = None
 
     def start(self, label: str, meter: str) -> None:
-        self._label, self._meter, self._started = label, meter, self._now()
+        self._label, self._meter, self._started, self._first = label, meter, self._now(), None
 
     def epoch(self, payload: dict[str, Any], epochs: int) -> None:
         elapsed = self._now() - self._started
-        left = elapsed / payload["epoch"] * (epochs - payload["epoch"])
+        if self._first is None:
+            # One that goes on has done the epochs before in no time of this process.
+            self._first = payload["epoch"]
+        left = elapsed / (payload["epoch"] - self._first + 1) * (epochs - payload["epoch"])
         self.line(f"{self._label}  {epoch_text(payload, epochs, self._meter)}  {_clock(left)} left")
 
     def line(self, text: str) -> None:

@@ -10,8 +10,10 @@ import gzip
 import os
 import tempfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -25,6 +27,8 @@ Phase = Literal["forward", "backward", "update", "capture", "probe", "evaluation
 
 RUN_FILE = "run.json"
 TRACE_FILE = "trace.json.gz"
+CHECKPOINT_FILE = "checkpoint.pt"
+"""Beside them while a run is under way: what a new process goes on from."""
 
 
 class RecordError(ValueError):
@@ -176,6 +180,10 @@ class RunRecord(_Record):
     eager_reason: str | None = None
     first_use_seconds: float | None = None
     """Compilation, library start-up and memory calibration before the first epoch's clock."""
+    resumed_at: list[int] = Field(default_factory=list)
+    """Steps after which a new process went on from a checkpoint. Figures in seconds add up over the processes."""
+    checkpoint_seconds: float = 0.0
+    """Spent on writing checkpoints between epochs; part of no epoch's figure."""
     steps: int = 0
     steps_skipped: int = 0
     samples_applied: int = 0
@@ -283,10 +291,18 @@ def _read(path: Path, load):
 
 def write_atomically(path: Path, content: bytes) -> Path:
     """Temporary name, fsync, rename: a reader sees the old file or the new one, never a part."""
+    with replacing(path) as file:
+        file.write(content)
+    return path
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` once it is complete and on the disk; otherwise nothing has changed."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)
@@ -294,7 +310,6 @@ def write_atomically(path: Path, content: bytes) -> Path:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    return path
 
 
 def finite(value: float | None) -> float | None:

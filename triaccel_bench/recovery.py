@@ -10,6 +10,7 @@ import torch
 
 from triaccel_bench.engine import Engine
 from triaccel_bench.records import RunRecord
+from triaccel_bench.resumption import checked, section
 from triaccel_bench.shortage import DOUBTFUL, cause_of, error_of
 
 Result = TypeVar("Result")
@@ -45,6 +46,13 @@ class Recovery:
     ) -> None:
         self._run, self._engine, self._release, self._emit = run, engine, release, emit
         self._doubtful: set[str] = set()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"doubtful": sorted(self._doubtful)}
+
+    def load_state_dict(self, saved: object) -> None:
+        """Go on from there. Raises ``CheckpointError`` where that is none."""
+        self._doubtful = set(checked(list[str], section(saved, "doubtful"), "doubtful attempts"))
 
     def attempt(self, kind: str, what: str, call: Callable[[], Result]) -> tuple[Result | None, str | None]:
         """``(call(), None)``, or ``(None, the error's words)`` if memory ran out; any other error is raised.

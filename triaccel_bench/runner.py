@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from triaccel_bench.identity import RESULTS_VERSION, identity
+from triaccel_bench.preflight import Check, Report
 from triaccel_bench.progress import Reporter
 from triaccel_bench.records import (
+    CHECKPOINT_FILE,
     RUN_FILE,
     TRACE_FILE,
     RecordError,
@@ -28,6 +31,9 @@ from triaccel_bench.records import (
     write_run,
 )
 from triaccel_bench.settings import Settings
+
+SECONDS_TO_END = 20.0
+"""What a child that was asked to end gets to do so: it needs 10 s at most, and Slurm kills after 30 s."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +57,67 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     on; a seed that fails leaves a record that says so. Commands that ask for the same seed at
     once take turns, and the later one reuses what the earlier one finished.
 
+    The cheap checks of ``preflight`` come first: which cells cannot run is said before any does.
+
     Raises:
         Refused: a device that the cells ask for cannot be used; nothing has been run.
     """
-    devices = {key: _device_name(*key) for key in dict.fromkeys((s.device, s.kernels) for s in cells)}
+    devices, obstacles = _before_the_first(cells, reporter)
     outcomes: list[Outcome] = []
-    for settings in cells:
-        label = cell_label(settings)
+    for number, settings in enumerate(cells):
+        label, device_name = cell_label(settings), devices[settings.device, settings.kernels]
         try:
-            _run_cell(settings, label, devices[settings.device, settings.kernels], reporter, outcomes)
+            _run_cell(settings, label, device_name, obstacles.get(number), reporter, outcomes)
         except Refused as error:
             outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None))
     return outcomes
+
+
+def preflight(cells: Sequence[Settings]) -> Report:
+    """Every check of every cell, and the expected time by a few steps of the first that can run; no run begins.
+
+    Raises:
+        Refused: the process that looks ended early.
+    """
+    report = _checked(cells, thorough=True)
+    obstacles = report.obstacles()
+    able = [(number, settings) for number, settings in enumerate(cells) if number not in obstacles]
+    if not able:
+        return report
+    verdict, exit_code = _child("expect_time", (able,), lambda kind, payload: None)
+    if verdict is not None:
+        return Report((*report.checks, *verdict[1]), report.devices)
+    finding = f"{cell_label(able[0][1])}: the process of a few steps ended early ({_how(exit_code)})"
+    lost = Check("time", "fails", finding, "lower method.batch.initial or use kernels=torch", (able[0][0],))
+    return Report((*report.checks, lost), report.devices)
+
+
+def _checked(cells: Sequence[Settings], thorough: bool) -> Report:
+    verdict, exit_code = _child("check_cells", (list(cells), thorough), lambda kind, payload: None)
+    if verdict is None:
+        raise Refused(f"preflight: its process ended early ({_how(exit_code)}); preflight=off goes on without it")
+    return verdict[1]
+
+
+def _before_the_first(
+    cells: Sequence[Settings], reporter: Reporter
+) -> tuple[dict[tuple[str, str], str], dict[int, str]]:
+    """Names of the cells' devices, and why cells cannot run, by their number; what else is known is said."""
+    keys = dict.fromkeys((settings.device, settings.kernels) for settings in cells)
+    if not cells or cells[0].preflight == "off":
+        return {key: _device_name(*key) for key in keys}, {}
+    report = _checked(cells, thorough=False)
+    obstacles = report.obstacles()
+    for number, settings in enumerate(cells):
+        if (settings.device, settings.kernels) not in report.devices:
+            raise Refused(obstacles[number])
+    for line in report.worth_a_line():
+        reporter.line(line)
+    if len(obstacles) < len(cells):
+        # The others run first, perhaps for hours.
+        for number, obstacle in obstacles.items():
+            reporter.line(f"{cell_label(cells[number])} cannot run: {obstacle}")
+    return report.devices, obstacles
 
 
 def cell_label(settings: Settings) -> str:
@@ -74,7 +129,14 @@ def seed_folder(settings: Settings, cell: str, seed: int) -> Path:
     return Path(settings.results.root) / f"{cell_label(settings).replace('/', '-')}-{cell}" / f"seed-{seed}"
 
 
-def _run_cell(settings: Settings, label: str, device_name: str, reporter: Reporter, outcomes: list[Outcome]) -> None:
+def _run_cell(
+    settings: Settings,
+    label: str,
+    device_name: str,
+    obstacle: str | None,
+    reporter: Reporter,
+    outcomes: list[Outcome],
+) -> None:
     cell = identity(settings, device_name)
     ended: dict[int, RunRecord] = {}
     for seed in settings.seeds:
@@ -83,8 +145,12 @@ def _run_cell(settings: Settings, label: str, device_name: str, reporter: Report
         with _claimed(folder, f"{label}/seed {seed}", reporter):
             if settings.results.reuse and _finished(path, cell, seed, reporter):
                 reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
+                # Of a run that was killed between its record and its end.
+                (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
                 outcomes.append(Outcome(label, seed, "done", None, path, reused=True))
                 continue
+            if obstacle is not None:
+                raise Refused(obstacle)
             reporter.start(f"{label}/seed {seed}", settings.memory.meter)
             status, reason = _run_seed(settings, seed, cell, folder, reporter)
             if status != "done":
@@ -122,7 +188,7 @@ def _claimed(folder: Path, label: str, reporter: Reporter) -> Iterator[None]:
         except OSError:
             # A file system without locks: each command still writes whole records.
             pass
-        for name in (RUN_FILE, TRACE_FILE):
+        for name in (RUN_FILE, TRACE_FILE, CHECKPOINT_FILE):
             for part in folder.glob(f".{name}.*"):
                 part.unlink()
         yield
@@ -196,11 +262,13 @@ def _child(
     context.set_forkserver_preload(["triaccel_bench.worker"])
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_enter, args=(entry, there, arguments), daemon=True)
-    # Ctrl-C reaches the whole process group; the parent decides and ends the child. The fork
-    # server, started here, hands its mask down, so that a child is deaf to it from birth; the
-    # resource tracker comes first because its start unblocks the signal.
+    # Ctrl-C reaches the whole process group, and so may Slurm's signals; the parent decides and ends the child. The
+    # fork server, started here, is deaf to them, as nobody else can tell whether its children live, and hands its mask
+    # down to them; a child listens when it can stop in good order. The resource tracker comes before the two signals
+    # that its start unblocks.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         child.start()
     except (EOFError, OSError):
@@ -208,7 +276,7 @@ def _child(
         here.close()
         return None, None
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     there.close()
     verdict = None
     try:
@@ -221,17 +289,44 @@ def _child(
     except EOFError:
         child.join(timeout=5)
     finally:
-        here.close()
         if verdict is None and child.is_alive():
-            child.terminate()
+            _end(child, here)
+        here.close()
         child.join()
     return verdict, child.exitcode
+
+
+def _end(child: multiprocessing.Process, pipe: Connection) -> None:
+    """Ask the child to end, which then writes a checkpoint, and kill it if that takes too long.
+
+    Whoever interrupts may do so again, as ``timeout`` and Slurm do: that does not cut the wait short.
+    """
+    asked_again = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    here = threading.current_thread() is threading.main_thread()
+    # A call that does nothing, because Python complains of signals that come before they are ignored.
+    handlers = {number: signal.signal(number, lambda *_: None) for number in asked_again} if here else {}
+    try:
+        child.terminate()
+        until = time.monotonic() + SECONDS_TO_END
+        with contextlib.suppress(EOFError, OSError):
+            while (left := until - time.monotonic()) > 0 and pipe.poll(left):
+                # Taken from it, or a child with much to say would wait for ever.
+                pipe.recv()
+        child.join(timeout=max(1.0, until - time.monotonic()))
+        if child.is_alive():
+            child.kill()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def _enter(entry: str, pipe: Connection, arguments: tuple) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     from triaccel_bench import worker
 
+    if entry != "run_seed":
+        # It has nothing to keep.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     getattr(worker, entry)(pipe, *arguments)
 
 

@@ -219,6 +219,8 @@ class EvaluationSettings(_Section):
 class ResultsSettings(_Section):
     root: PathText
     reuse: bool
+    resume: bool
+    checkpoint_every: PositiveInt
 
 
 RELU_NETWORKS = ("resnet18", "resnet18_cifar", "resnet8")
@@ -236,6 +238,7 @@ class Settings(_Section):
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")]
     kernels: Literal["auto", "triton", "torch"]
     progress: Literal["auto", "rich", "plain", "none"]
+    preflight: Literal["auto", "only", "off"]
     dataset: DatasetSettings
     model: ModelSettings
     method: MethodSettings
@@ -270,11 +273,11 @@ class Settings(_Section):
         if self.method.batch.elastic and self.method.batch.growth == "noise":
             momentum, interval = self.optimizer.momentum, self.method.control.interval
             if momentum == 0 or interval * (1 - momentum) < 2 - 1e-9:
-                apart = "" if momentum == 0 else f" (here {math.ceil(2 / (1 - momentum) - 1e-9)} steps)"
+                least = "" if momentum == 0 else f" = {math.ceil(2 / (1 - momentum) - 1e-9)}"
                 raise ValueError(
                     f"method.batch.growth=noise, optimizer.momentum={momentum} and method.control.interval={interval}: "
-                    "expected momentum, whose average tells gradient from noise, and control steps twice as far apart "
-                    f"as it remembers{apart}; raise method.control.interval or use method.batch.growth=model"
+                    f"expected momentum above 0 and an interval of at least 2 / (1 - momentum){least}, over which its "
+                    "average tells gradient from noise; set that, or method.batch.growth=model"
                 )
         if self.device == "cpu" and self.kernels == "triton":
             raise ValueError("device=cpu and kernels=triton: expected a CUDA device for Triton; use kernels=auto")

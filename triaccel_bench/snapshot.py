@@ -9,6 +9,17 @@ import torch
 from torch import Tensor
 
 
+def generators(device: torch.device) -> list[Tensor]:
+    """States of torch's global generators that a step on this device draws from: the host's, and the device's own."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def set_generators(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state, device)
+
+
 class Snapshot:
     """Copies of tensors, and of the generators that a step on their device draws from.
 
@@ -21,13 +32,12 @@ class Snapshot:
         self._tensors = sorted(tensors, key=lambda tensor: str(tensor.dtype))
         self._copies = [tensor.clone() for tensor in self._tensors]
         self._device = self._tensors[0].device
-        self._generators: tuple[Tensor, ...] | None = None
+        self._generators: list[Tensor] | None = None
 
     @torch.no_grad()
     def take(self) -> None:
         self._copy(self._tensors, self._copies)
-        on_card = (torch.cuda.get_rng_state(self._device),) if self._device.type == "cuda" else ()
-        self._generators = torch.get_rng_state(), *on_card
+        self._generators = generators(self._device)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -35,9 +45,7 @@ class Snapshot:
         if self._generators is None:
             return
         self._copy(self._copies, self._tensors)
-        torch.set_rng_state(self._generators[0])
-        for state in self._generators[1:]:
-            torch.cuda.set_rng_state(state, self._device)
+        set_generators(self._device, self._generators)
 
     @staticmethod
     def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:

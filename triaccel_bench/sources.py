@@ -26,6 +26,8 @@ DOWNLOAD_TIMEOUT_SECONDS = 30.0
 
 _log = logging.getLogger(__name__)
 _CIFAR: dict[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
+_ARCHIVE_BYTES = {"cifar10": 170_498_071, "cifar100": 169_001_437}
+_UNPACKED_BYTES = 186_000_000
 
 
 class DataError(Exception):
@@ -86,6 +88,35 @@ def read_cifar(name: str, root: Path, download: bool, mirrors: tuple[str, ...]) 
             _fetch(archive, cifar, mirrors, fault)
         _unpack(archive, root, cifar)
     return _cifar_arrays(root, cifar)
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Where CIFAR is fetched from and how much there is of it."""
+
+    name: str
+    url: str
+    bytes: int
+    unpacked_bytes: int
+
+
+def cifar_archive(name: str) -> Archive:
+    cifar, size = _CIFAR[name], _ARCHIVE_BYTES[name]
+    return Archive(cifar.filename, cifar.url, size, _UNPACKED_BYTES)
+
+
+def cifar_fault(name: str, root: Path, whole: bool) -> str | None:
+    """What is missing of CIFAR below ``root``, or with ``whole`` damaged; None: neither, or its archive is there."""
+    cifar = _CIFAR[name]
+    archive = root / cifar.filename
+    if whole:
+        fault = _folder_fault(root, cifar)
+        return fault if fault is not None and _file_fault(archive, cifar.tgz_md5) is not None else None
+    files = (root / cifar.base_folder / file for file, _ in _cifar_files(cifar))
+    missing = next((file for file in files if not file.is_file()), None)
+    if missing is None or archive.is_file():
+        return None
+    return f"{missing}: expected a file of the data set, got no such file"
 
 
 def _cifar_files(cifar: type[CIFAR10]) -> list[tuple[str, str]]:

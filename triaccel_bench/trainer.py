@@ -6,37 +6,40 @@ change here or not at all. It does not know which method it runs.
 
 from __future__ import annotations
 
-import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from dataclasses import asdict, is_dataclass
+from typing import Any, NoReturn
 
 import torch
 
-from triaccel_bench import control, ledger, models, precision
+from triaccel_bench import control, ledger, precision, snapshot
 from triaccel_bench.anatomy import Anatomy
+from triaccel_bench.assembly import Assembly, Budget, reason_for_eager_steps
 from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet
-from triaccel_bench.engine import Engine
-from triaccel_bench.hardware import Hardware, executed_dtype, kernels_for
-from triaccel_bench.meters import Clock, MemoryMeter, Peaks, largest, open_meter
-from triaccel_bench.methods import Method, resolve_budget
+from triaccel_bench.hardware import Hardware, kernels_for
+from triaccel_bench.meters import Clock, Peaks, largest
 from triaccel_bench.probe import Probe
 from triaccel_bench.reading import Reading
 from triaccel_bench.records import EpochRecord, RunRecord, Trace
-from triaccel_bench.recovery import Recovery, tolerated
-from triaccel_bench.schedule import batch_rate_factor, make_schedule
+from triaccel_bench.recovery import Recovery
+from triaccel_bench.resumption import CheckpointError, Interrupted, Keeper, Stop, checked, restore, section
+from triaccel_bench.schedule import batch_rate_factor
 from triaccel_bench.settings import Settings
 from triaccel_bench.shortage import error_of
 
-WARM_UP_STEPS = 2
-"""Steps of a throw-away copy before the first epoch's clock: library start-up and kernel compilation."""
-
-PLANS_TO_COMPILE = (("fp16",), ("bf16",), ("fp32",), ("fp16", "bf16", "fp32"))
-"""Dtypes, repeated over the layers, that a method with adaptive precision may mix: their kernels compile beforehand."""
-
 Emit = Callable[[str, dict[str, Any]], None]
+
+_PLAIN = {
+    "so_far": ledger.EpochSoFar,
+    "peaks": Peaks,
+    "step": int,
+    "training_seconds": float,
+    "_record_next": bool,
+    "_evaluated_at": int,
+}
+"""The loop's own state."""
 
 
 class Diverged(RuntimeError):
@@ -49,10 +52,21 @@ class Trainer:
     Args:
         run: the record to fill in; it is filled as training goes on, so that a run that ends early leaves what it had.
         emit: receives ``("progress" | "epoch" | "note", payload)``.
+        keeper: has the checkpoint to go on from and writes new ones; ``None``: there are none.
+
+    Raises:
+        CheckpointError: what ``keeper`` found does not fit these settings; ``run`` is as it was.
     """
 
     def __init__(
-        self, settings: Settings, seed: int, hardware: Hardware, images: ImageSet, run: RunRecord, emit: Emit
+        self,
+        settings: Settings,
+        seed: int,
+        hardware: Hardware,
+        images: ImageSet,
+        run: RunRecord,
+        emit: Emit,
+        keeper: Keeper | None = None,
     ) -> None:
         self.settings, self.seed, self.hardware, self.run, self.emit = settings, seed, hardware, run, emit
         self.clock = Clock(hardware.device)
@@ -60,30 +74,20 @@ class Trainer:
         precision.reduce_in_fp32()
         self.kernels = kernels_for(hardware, settings.method.precision)
         torch.backends.cudnn.benchmark = settings.engine.autotune
-        self.data = DeviceData(
-            images,
-            settings.dataset,
-            settings.model.input_size,
-            hardware.device,
-            self.kernels,
-            settings.model.layout == "channels_last",
-        )
+        place = hardware.device, self.kernels, settings.model.layout == "channels_last"
+        self.data = DeviceData(images, settings.dataset, settings.model.input_size, *place)
         run.dataset_bytes = self.data.bytes
         run.train_samples, run.evaluation_samples = self.data.train_count, self.data.eval_count
 
         started = self.clock.read()
-        calibrate = partial(self._scratch, [("fp32",)], settings.memory.calibration_steps, settings.without_savings)
-        self.budget_bytes, run.budget_source = resolve_budget(settings, hardware, calibrate)
+        self.keeper, found = keeper, None if keeper is None else keeper.found
+        self.stop = Stop() if keeper is None else keeper.stop
+        assembly = Assembly(seed, hardware, self.data, self.kernels)
+        known = None if found is None else checked(Budget, section(found, "budget"), "budget")
+        self.budget_bytes, run.budget_source = assembly.prepare(settings, known)
         run.budget_bytes = self.budget_bytes
-        if settings.memory.enforce and self.budget_bytes is not None:
-            share = (self.budget_bytes + self.data.bytes) / hardware.total_bytes
-            torch.cuda.set_per_process_memory_fraction(min(share, 1.0), hardware.device)
-        # Under the cap, where there is one: what a library tries out now has to fit as well.
-        tolerated(lambda: self._scratch(self._plans_to_warm_up(), WARM_UP_STEPS, settings))
-
-        torch.manual_seed(seed)
-        self.network, self.method, self.engine = self._assemble(self._reason_for_eager_steps(), settings)
-        self.meter = self._meter_of(self.engine)
+        self.network, self.method, self.engine = assembly.build(settings, reason_for_eager_steps(settings))
+        self.meter = assembly.meter_of(settings, self.engine)
         self.anatomy = Anatomy(self.meter, self.engine, self.data.bytes)
         self.recovery = Recovery(run, self.engine, self.method.release, self.emit)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
@@ -96,90 +100,61 @@ class Trainer:
         self.training_began = 0.0
         """What the clock would have shown as training began, had there been nothing else."""
         run.first_use_seconds = self.clock.read() - started
+        self.so_far = ledger.EpochSoFar(1, self.engine.read())
+        if found is not None:
+            self._load(found)
 
-    def _assemble(self, eager: str | None, settings: Settings) -> tuple[models.Network, Method, Engine]:
-        network = models.build(settings.model, settings.dataset.num_classes)
-        layout = torch.channels_last if settings.model.layout == "channels_last" else torch.contiguous_format
-        network.module.to(self.hardware.device, memory_format=layout).train()
-        precision.prepare(network)
-        momentum, samples = settings.optimizer.momentum, self.data.train_count
-        method = Method(settings.method, network, self.hardware, self.seed, momentum, samples)
-        schedule = make_schedule(settings.optimizer.lr, settings.epochs, settings.optimizer.warmup_epochs, samples)
-        engine = Engine(
-            network,
-            settings.method,
-            settings.optimizer,
-            schedule,
-            self.kernels,
-            method.decision.executed,
-            self._batch,
-            eager,
-            settings.engine.cached,
-            settings.memory.enforce,
-        )
-        return network, method, engine
+    def state_dict(self) -> dict[str, Any]:
+        """All that the run's further course and its record depend on, between two steps, in plain tensors and values.
 
-    def _reason_for_eager_steps(self) -> str | None:
-        if not self.settings.engine.graphs:
-            return "asked for by engine.graphs=false"
-        if self.settings.memory.meter == "tensors":
-            return "memory.meter=tensors counts what autograd saves, which a replay does not show"
-        return None
-
-    def _batch(self, dtype: torch.dtype, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The engine's source: augmented images of the current epoch and their labels."""
-        images, labels = self.data.input_buffers(len(indices), dtype)
-        self.data.fill(images, labels, indices)
-        return images, labels
-
-    def _plans_to_warm_up(self) -> list[tuple[str, ...]]:
-        adaptive = self.settings.method.precision.adaptive and self.hardware.device.type == "cuda"
-        return list(PLANS_TO_COMPILE) if adaptive else [(self.settings.method.dtype,)]
-
-    def _meter_of(self, engine: Engine) -> MemoryMeter:
-        chosen, module = self.settings.memory.meter, engine.network.module
-        return open_meter(chosen, self.hardware, self.data.bytes, module, lambda: engine.state_bytes)
-
-    def _scratch(self, plans: list[tuple[str, ...]], steps: int, settings: Settings) -> int | None:
-        """Train a throw-away copy at B0, ``steps`` under each requested plan; returns the meter's peak under the last.
-
-        It runs eagerly: the memory it needs is the same, and a capture would outlast its few steps.
+        Not in it: data, order and augmentation, which follow the seed and the epoch; 16-bit copies, graphs and memory
+        pools, which a new process makes anew.
         """
-        torch.manual_seed(self.seed)
-        network, method, engine = self._assemble("a copy of a few steps", settings)
-        meter = self._meter_of(engine)
-        self.data.begin_epoch(self.seed, 0)
-        batch = min(self.settings.method.batch.initial, self.data.train_count)
-        indices = torch.arange(batch, device=self.hardware.device)
-        for plan in plans:
-            executed = [executed_dtype(level, self.hardware, self.settings.method.precision) for level in plan]
-            engine.set_plan([executed[index % len(executed)] for index in range(len(network.layers))])
-            if self.hardware.device.type == "cuda":
-                # With engine.autotune the first step also holds the workspace of trials, which no later step needs.
-                engine.step(indices)
-            meter.begin_window()
-            for _ in range(steps):
-                with meter.recording():
-                    engine.step(indices)
-        self.clock.read()
-        peak = meter.window_peak_bytes()
-        del network, method, engine, meter
-        gc.collect()
-        if self.hardware.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return peak
+        self._close_window()
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        return {
+            **{name: asdict(value) if is_dataclass(value) else value for name, value in plain.items()},
+            **{name: getattr(self, name).state_dict() for name in ("method", "engine", "recovery", "anatomy")},
+            "run": self.run.model_dump(),
+            "trace": self.trace.model_dump(),
+            "budget": (self.run.budget_bytes, self.run.budget_source),
+            "generators": snapshot.generators(self.hardware.device),
+        }
+
+    def _load(self, saved: dict[str, Any]) -> None:
+        before = checked(RunRecord, section(saved, "run"), "run")
+        trace = checked(Trace, section(saved, "trace"), "trace")
+        if trace.layers != self.trace.layers:
+            raise CheckpointError("its layers are not as expected (those of another network)")
+        for name, kind in _PLAIN.items():
+            setattr(self, name, checked(kind, section(saved, name), name))
+        self.method.load_state_dict(section(saved, "method"))
+        self.engine.load_state_dict(section(saved, "engine"), self.method.decision.executed)
+        self.recovery.load_state_dict(section(saved, "recovery"))
+        self.anatomy.load_state_dict(section(saved, "anatomy"))
+        drawn = snapshot.generators(self.hardware.device)
+        restore(drawn, section(saved, "generators"), "generators")
+        snapshot.set_generators(self.hardware.device, drawn)
+        self.trace = trace
+        ledger.go_on(self.run, before, self.step)
 
     def train(self) -> Trace:
-        """Run every epoch; the record given to the constructor and the returned trace are complete afterwards.
+        """Run every epoch that is left; the record given to the constructor and the returned trace are complete then.
 
         Raises:
             Diverged: the run is of no use; its record holds what it did.
+            Interrupted: a signal asked for it; a checkpoint holds everything.
         """
-        before = self.engine.read()
-        for epoch in range(1, self.settings.epochs + 1):
-            record, before = self._epoch(epoch, before)
+        if self.run.resumed_at:
+            self.emit("note", {"text": f"resumed at epoch {self.so_far.number}, step {self.step}"})
+        while self.so_far.number <= self.settings.epochs:
+            record, reading = self._epoch(self.so_far)
             self.run.epochs.append(record)
+            self.so_far = ledger.EpochSoFar(record.epoch + 1, reading)
             self.emit("epoch", record.model_dump())
+            if record.epoch < self.settings.epochs and self.keeper is not None and self.keeper.due(record.epoch):
+                self._keep()
+        record = self.run.epochs[-1]
         if record.steps_skipped == record.steps or record.evaluation_loss is None:
             raise Diverged(
                 f"the last epoch skipped {record.steps_skipped} of {record.steps} steps and its evaluation loss is "
@@ -188,65 +163,92 @@ class Trainer:
         self.finish()
         return self.trace
 
-    def _epoch(self, epoch: int, before: Reading) -> tuple[EpochRecord, Reading]:
-        self.peaks = Peaks()
-        self._begin_window()
-        self._record_next = True
-        plan_changes = 0
-        probe_seconds = 0.0
-        sizes: list[int] = []
-        chosen: list[int] = []
-        captures, capture_seconds = self.engine.captured.count, self.engine.captured.seconds
-        started = self.clock.read()
-        self.training_began = started - self.training_seconds
-        sampler = self.data.begin_epoch(self.seed, epoch)
+    def _epoch(self, so_far: ledger.EpochSoFar) -> tuple[EpochRecord, Reading]:
+        """The epoch, or what is left of it."""
+        if not so_far.begun:
+            self.peaks = Peaks()
+            self._begin_window()
+            self._record_next = so_far.begun = True
+            so_far.captures_before = self.engine.captured.count
+            so_far.capture_seconds_before = self.engine.captured.seconds
+        now = self.clock.read()
+        started, self.training_began = now - so_far.seconds, now - self.training_seconds
+        sampler = self.data.begin_epoch(self.seed, so_far.number)
+        sampler.skip(so_far.taken)
         reading_begun = None
+        if so_far.pending is not None:
+            reading, *where = so_far.pending
+            reading_begun = lambda: reading, *where  # noqa: E731
         while sampler.remaining:
-            sizes.append(self._train_step(sampler))
-            chosen.append(self.method.decision.batch)
+            if self.stop.asked:
+                self._interrupt(started, reading_begun)
+            so_far.sizes.append(self._train_step(sampler))
+            so_far.chosen.append(self.method.decision.batch)
+            so_far.taken = sampler.taken
             if reading_begun is not None:
                 # A step later, so that the device is at work while the host decides.
-                plan_changes += self._control(epoch, before, *reading_begun)
+                so_far.plan_changes += self._control(so_far, *reading_begun)
                 reading_begun = None
             if self.method.probe_due(self.step):
                 seconds = self._probe()
-                probe_seconds += seconds
+                so_far.probe_seconds += seconds
                 self.training_began += seconds
             if self.step % self.settings.method.control.interval == 0:
                 share_of_epoch = sampler.taken / self.data.train_count
                 reading_begun = self.engine.start_reading(), self.step, share_of_epoch
         if reading_begun is not None:
-            plan_changes += self._control(epoch, before, *reading_begun)
-        if epoch < self.settings.epochs:
+            so_far.plan_changes += self._control(so_far, *reading_begun)
+        so_far.pending = None
+        if so_far.number < self.settings.epochs:
             # The device has yet to run the last steps: it does not wait while the next order is drawn.
-            self.data.prepare(self.seed, epoch + 1)
-        elapsed = self.clock.read() - started
-        self.training_seconds = started + elapsed - self.training_began
+            self.data.prepare(self.seed, so_far.number + 1)
+        so_far.seconds = self.clock.read() - started
+        self.training_seconds = started + so_far.seconds - self.training_began
         reading = self.engine.read()
         self._close_window()
         self._check(reading)
 
         evaluation_started = self.clock.read()
         evaluated, self._evaluated_at = self.recovery.in_halves(
-            "an evaluation", self._evaluated_at, lambda size: self.engine.evaluate(self.data.eval_batches(size))
+            "an evaluation", self._evaluated_at, lambda size: self.engine.evaluate(self._evaluation_batches(size))
         )
         evaluation_seconds = self.clock.read() - evaluation_started
         self.anatomy.reached("evaluation", self._close_window())
         self.peaks.epoch = largest(self.peaks.epoch, self.peaks.window)
-        record = EpochRecord(
-            epoch=epoch,
-            train_seconds=elapsed,
-            evaluation_seconds=evaluation_seconds,
-            probe_seconds=probe_seconds,
-            captures=self.engine.captured.count - captures,
-            capture_seconds=self.engine.captured.seconds - capture_seconds,
-            plan_changes=plan_changes,
-            **ledger.evaluation_figures(*evaluated),
-            **ledger.batch_figures(sizes, chosen),
-            **ledger.epoch_figures(before, reading, self.method.decision, self.method.curvature, self.step),
-            **ledger.memory_figures(self.peaks.epoch, self.peaks.probe, self.meter.readings()),
-        )
+        clocked = evaluated, evaluation_seconds, self.engine.captured
+        controller = self.method.decision, self.method.curvature, self.step
+        record = ledger.epoch_record(so_far, reading, *clocked, self.peaks, self.meter.readings(), *controller)
         return record, reading
+
+    def _evaluation_batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for batch in self.data.eval_batches(size):
+            if self.stop.asked:
+                # Nothing of it is kept: the epoch's samples are used up, so that a new process comes here at once.
+                self._interrupt()
+            yield batch
+
+    def _interrupt(self, started: float | None = None, reading_begun: tuple | None = None) -> NoReturn:
+        """Write a checkpoint and end; ``started`` where the epoch's clock still runs."""
+        if started is not None:
+            now = self.clock.read()
+            self.so_far.seconds, self.training_seconds = now - started, now - self.training_began
+        if reading_begun is not None:
+            finish, *where = reading_begun
+            self.so_far.pending = finish(), *where
+        where = f"epoch {self.so_far.number}, step {self.step}"
+        fault = self._keep()
+        kept = "its checkpoint is kept" if fault is None else f"no checkpoint was written ({fault})"
+        raise Interrupted(f"{self.stop.asked} at {where}; {kept}")
+
+    def _keep(self) -> str | None:
+        """Write a checkpoint; returns why that was not possible, which is no reason to end."""
+        fault, seconds = self.keeper.keep(self.state_dict())
+        self.run.checkpoint_seconds += seconds
+        text = f"no checkpoint was written ({fault}); free space below results.root"
+        if fault is not None and text not in self.run.warnings:
+            self.run.warnings.append(text)
+            self.emit("note", {"text": text})
+        return fault
 
     def _train_step(self, sampler: ElasticSampler) -> int:
         """One step over the next samples, fewer of them where memory runs out; returns how many."""
@@ -315,7 +317,7 @@ class Trainer:
         return seconds
 
     def _control(
-        self, epoch: int, epoch_start: Reading, finish: Callable[[], Reading], step: int, share_of_epoch: float
+        self, so_far: ledger.EpochSoFar, finish: Callable[[], Reading], step: int, share_of_epoch: float
     ) -> bool:
         """One control step (section 3.4): the read-back begun at ``step``, one decision, put in force from now on.
 
@@ -328,34 +330,24 @@ class Trainer:
         self._close_window()
         memory_bytes, self.peaks.window = self.peaks.window, None
         self.peaks.epoch = largest(self.peaks.epoch, memory_bytes)
-        free_bytes = self._headroom_bytes(memory_bytes)
+        free_bytes = None
+        if memory_bytes is not None and self.settings.method.batch.elastic:
+            # Only where B may grow: the driver takes its time to answer, and the device has nothing to do meanwhile.
+            cap_bytes = self.budget_bytes if self.settings.memory.enforce else None
+            free_bytes = self.anatomy.headroom_bytes(memory_bytes, cap_bytes, self._probe_pool_bytes)
         before = self.method.decision
         capturing = self.engine.captured.share(self.training_seconds)
-        signals, decision = self.method.decide(
-            epoch, reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing, reading.momentum_square
-        )
+        seen = reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing, reading.momentum_square
+        signals, decision = self.method.decide(so_far.number, *seen)
         if decision.executed != before.executed:
             self.recovery.must("a change of plan", lambda: self.engine.set_plan(decision.executed))
         if decision.rates != before.rates or decision.batch != before.batch:
             self._follow(decision)
         self._record_next = True
         self.trace.decisions.append(ledger.decision_trace(step, signals, before, decision))
-        done = epoch - 1 + share_of_epoch
-        self.emit("progress", ledger.progress(done, self.settings.epochs, epoch_start, reading, decision, memory_bytes))
+        done, epochs = so_far.number - 1 + share_of_epoch, self.settings.epochs
+        self.emit("progress", ledger.progress(done, epochs, so_far.before, reading, decision, memory_bytes))
         return decision.plan_changed
-
-    def _headroom_bytes(self, peak_bytes: int | None) -> int | None:
-        """By how much the peak could grow: what the card has left, and under ``memory.enforce`` what the cap leaves."""
-        # Asked for where B may grow: the driver takes its time to answer, and the device has nothing to do meanwhile.
-        if peak_bytes is None or not self.settings.method.batch.elastic:
-            return None
-        found = self.meter.headroom_bytes(peak_bytes)
-        if found is None:
-            return None
-        if self.settings.memory.enforce:
-            return min(found, self.budget_bytes - peak_bytes)
-        # A new batch size warms up beside the graphs' memory.
-        return found - max(self.engine.captured.pool_bytes, self._probe_pool_bytes)
 
     def _begin_window(self) -> None:
         self.meter.begin_window()
@@ -385,7 +377,7 @@ class Trainer:
         self.run.graphs = reason is None and self.engine.captured.count > 0
         if reason != self.run.eager_reason:
             self.run.eager_reason = reason
-            if self.hardware.device.type == "cuda" and self._reason_for_eager_steps() is None:
+            if self.hardware.device.type == "cuda" and reason_for_eager_steps(self.settings) is None:
                 self.run.warnings.append(reason)
                 self.emit("note", {"text": f"steps run eagerly: {reason}"})
 

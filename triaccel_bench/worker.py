@@ -11,7 +11,8 @@ import os
 import platform
 import subprocess
 import traceback
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import datetime, timezone
 from importlib import resources
 from multiprocessing.connection import Connection
@@ -21,7 +22,7 @@ import torch
 import torchvision
 
 import triaccel_bench
-from triaccel_bench import graphs
+from triaccel_bench import graphs, inspection, pace
 from triaccel_bench import hardware as hardware_module
 from triaccel_bench.anatomy import held
 from triaccel_bench.data import DataError, load
@@ -29,7 +30,9 @@ from triaccel_bench.hardware import DeviceError, Hardware
 from triaccel_bench.identity import RESULTS_VERSION
 from triaccel_bench.meters import card_state
 from triaccel_bench.models import WeightsError
-from triaccel_bench.records import Provenance, RunRecord, Trace, planned_run, write_run
+from triaccel_bench.preflight import Check, failed
+from triaccel_bench.records import CHECKPOINT_FILE, Provenance, RunRecord, Trace, planned_run, write_run
+from triaccel_bench.resumption import CheckpointError, Interrupted, Keeper, Owner, Stop, stoppable
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.shortage import DOUBTFUL, cause_of
 from triaccel_bench.trainer import Diverged, Trainer
@@ -51,20 +54,63 @@ def inspect_device(pipe: Connection, device: str, kernels: str) -> None:
         pipe.send(("refused", str(error)))
 
 
+def check_cells(pipe: Connection, cells: Sequence[Settings], thorough: bool) -> None:
+    """Send ``("finished", report)``, as ``inspection.look`` makes it."""
+    pipe.send(("finished", inspection.look(cells, thorough)))
+
+
+def expect_time(pipe: Connection, cells: Sequence[tuple[int, Settings]]) -> None:
+    """Send ``("finished", checks)``: what cells of these numbers will take, by a few steps of the first."""
+    _hold_workspaces()
+    number, first = cells[0]
+    try:
+        found = hardware_module.inspect(first.device, first.kernels)
+        images = pace.images_for(first.dataset)
+        run = planned_run(first.model_dump(mode="json"), first.seeds[0], "preflight", RESULTS_VERSION)
+        with _stream_of_captures(found):
+            trainer = Trainer(first, first.seeds[0], found, images, run, lambda kind, payload: None)
+            parts = trainer.engine, trainer.data, trainer.clock
+            measured = pace.measure(first, *parts)
+            checks = [pace.expectation(measured, trainer.data, [settings for _, settings in cells])]
+            if found.capability is not None and not found.fp16_units:
+                checks.append(pace.does_fp16_pay(*parts, measured.batch, found))
+    except REFUSALS as error:
+        checks = [failed("time", str(error), [number])]
+    except Exception as error:
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        if cause_of(error) in (None, DOUBTFUL):
+            remedy = "run that cell with preflight=off for the whole traceback"
+            checks = [Check("time", "fails", f"a step fails ({type(error).__name__}: {said})", remedy, (number,))]
+        else:
+            finding = f"B={first.method.batch.initial} does not fit ({said}), so that runs would take smaller batches"
+            checks = [Check("time", "warning", finding, "lower method.batch.initial")]
+    pipe.send(("finished", checks))
+
+
 def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder: Path) -> None:
     """Train one seed and write its record below ``folder``.
 
     Sends ``("progress" | "epoch" | "note", payload)`` as it goes, then ``("refused", message)`` or
-    ``("finished", (status, reason))``.
+    ``("finished", (status, reason))``. SIGTERM, SIGINT and SIGUSR1 end it after the step under way, with a checkpoint
+    and the status ``interrupted``.
     """
-    for name, value in CUBLAS_WORKSPACES.items():
-        os.environ.setdefault(name, value)
+    _hold_workspaces()
 
     def emit(kind: str, payload: dict) -> None:
         pipe.send((kind, payload))
 
+    with stoppable() as stop:
+        try:
+            _run_seed(pipe, settings, seed, cell, folder, emit, stop)
+        except Interrupted as interruption:
+            # No record: those are of runs that have ended. Who asked may not be there any more.
+            with suppress(OSError):
+                pipe.send(("finished", ("interrupted", str(interruption))))
+
+
+def _run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder: Path, emit, stop: Stop) -> None:
     run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
-    trace = None
+    trace = keeper = None
     try:
         found = hardware_module.inspect(settings.device, settings.kernels)
         run.provenance = provenance(found)
@@ -73,12 +119,16 @@ def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder:
             emit("note", {"text": warning})
         images = load(settings.dataset)
         run.dataset_fingerprint = images.fingerprint
-        trace = _train(settings, seed, found, images, run, emit)
+        if settings.results.resume:
+            owner = Owner(cell, seed, RESULTS_VERSION, images.fingerprint)
+            keeper = Keeper(folder / CHECKPOINT_FILE, owner, settings.results.checkpoint_every, stop)
+        trace = _train(settings, seed, found, images, run, emit, keeper)
     except REFUSALS as error:
         pipe.send(("refused", str(error)))
         return
     except Exception as error:
         _fail(run, error, emit)
+    stop.deferred = True
     if run.provenance is not None:
         # Read while the card is still warm from the last epoch; at the start it idles.
         run.provenance.sm_clock_mhz, run.provenance.temperature_celsius = card_state(found)
@@ -88,20 +138,35 @@ def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder:
     except OSError as error:
         run.reason = f"{run.status}, but its record cannot be written ({error}); free space below results.root"
         run.status = "failed"
+    if run.status in ("done", "diverged"):
+        # Only now: until the record is there, nothing else holds what was trained.
+        (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     pipe.send(("finished", (run.status, run.reason)))
 
 
-def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecord, emit) -> Trace | None:
+def _hold_workspaces() -> None:
+    for name, value in CUBLAS_WORKSPACES.items():
+        os.environ.setdefault(name, value)
+
+
+def _stream_of_captures(found: Hardware) -> AbstractContextManager:
+    """Also for all else: a library's workspace exists once a stream."""
+    return torch.cuda.stream(graphs.stream(found.device)) if found.device.type == "cuda" else nullcontext()
+
+
+def _train(
+    settings: Settings, seed: int, found: Hardware, images, run: RunRecord, emit, keeper: Keeper | None
+) -> Trace | None:
     """Train and put the outcome into ``run``; what had been recorded stays, whatever the outcome."""
     trainer = None
-    on_card = found.device.type == "cuda"
-    # The stream of captures also for all else: a library's workspace exists once a stream.
-    with torch.cuda.stream(graphs.stream(found.device)) if on_card else nullcontext():
+    with _stream_of_captures(found):
         try:
-            trainer = Trainer(settings, seed, found, images, run, emit)
-            if run.meter_reason:
+            trainer = _trainer(settings, seed, found, images, run, emit, keeper)
+            if run.meter_reason and run.meter_reason not in run.warnings:
                 run.warnings.append(run.meter_reason)
                 emit("note", {"text": run.meter_reason})
+            if keeper is not None:
+                keeper.stop.deferred = True
             trainer.train()
             run.status, run.reason = "done", None
         except REFUSALS:
@@ -120,6 +185,23 @@ def _train(settings: Settings, seed: int, found: Hardware, images, run: RunRecor
                     trainer.finish()
                     run.reason += f" (held between steps: {held(run.memory)})"
     return trainer.trace if trainer else None
+
+
+def _trainer(
+    settings: Settings, seed: int, found: Hardware, images, run: RunRecord, emit, keeper: Keeper | None
+) -> Trainer:
+    """One that goes on from the checkpoint, or, where that is of no use, starts from the beginning and says so."""
+    parts = settings, seed, found, images, run, emit, keeper
+    if keeper is not None:
+        try:
+            keeper.look()
+            return Trainer(*parts)
+        except CheckpointError as error:
+            text = f"{keeper.path}: {error}; it is ignored, and the run starts from the beginning"
+        keeper.found = None
+        run.warnings.append(text)
+        emit("note", {"text": text})
+    return Trainer(*parts)
 
 
 def _fail(run: RunRecord, error: Exception, emit) -> None:
