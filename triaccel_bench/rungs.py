@@ -109,7 +109,11 @@ def _worth_its_samples(batch: int, rules: BatchSettings, noise_scale: float | No
 def predicted_peak(reading: Reading, seen: Seen, batch: int) -> float | None:
     """What the line through the rungs seen puts ``batch`` at, from the newest reading on; ``None`` without a line."""
     line = seen.line()
-    return None if line is None else reading.used + line.slope * (batch - reading.batch)
+    return None if line is None else _peak_along(line, reading, batch)
+
+
+def _peak_along(line: LinearRegression, reading: Reading, batch: int) -> float:
+    return reading.used + line.slope * (batch - reading.batch)
 
 
 def _one_rung_up(reading: Reading, seen: Seen, rules: BatchSettings, below: str) -> tuple[int, str]:
@@ -132,10 +136,10 @@ def _one_rung_up(reading: Reading, seen: Seen, rules: BatchSettings, below: str)
 
 def _highest_rung(reading: Reading, seen: Seen, rules: BatchSettings, below: str) -> tuple[int, str]:
     batch, reason = reading.batch, f"hold: {below}"
-    slope = seen.line().slope
+    line = seen.line()
     for rung in (*range(batch + rules.up, rules.max, rules.up), rules.max):
         # A rung seen above what the line says of it is as it was seen: else noise would make B swing.
-        predicted = max(reading.used + slope * (rung - reading.batch), seen.peaks.get(rung, 0))
+        predicted = max(_peak_along(line, reading, rung), seen.peaks.get(rung, 0))
         if predicted > rules.rho_high * reading.budget:
             stop = f"B={rung} is predicted at {predicted / reading.budget:.3f}"
         elif reading.free is not None and predicted - reading.used > reading.free:
@@ -150,8 +154,9 @@ def _highest_rung(reading: Reading, seen: Seen, rules: BatchSettings, below: str
 def _lower_rung(reading: Reading, seen: Seen, rules: BatchSettings) -> int:
     """The highest one below that the line puts at rho_high or less; the next one below while there is no line."""
     smaller = max(rules.min, reading.batch - rules.down)
-    if seen.line() is None:
+    line = seen.line()
+    if line is None:
         return smaller
-    while smaller > rules.min and predicted_peak(reading, seen, smaller) > rules.rho_high * reading.budget:
+    while smaller > rules.min and _peak_along(line, reading, smaller) > rules.rho_high * reading.budget:
         smaller = max(rules.min, smaller - rules.down)
     return smaller
