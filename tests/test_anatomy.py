@@ -246,6 +246,9 @@ def test_on_a_card_captured_and_eager_runs_tell_the_same(name, method):
         "device=cuda", "memory.meter=vram", "dataset.image_size=32", "model.input_size=32", "epochs=2",
         "method.batch.initial=96", "method.batch.max=96", "dataset.train_size=192",
     ]  # fmt: skip
+    if method == "amp":
+        # Four steps leave running statistics at which an evaluation of EfficientNet leaves FP16's range.
+        small.append("method.dtype=bf16")
     found = {}
     for captured in (True, False):
         gc.collect()

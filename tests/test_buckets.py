@@ -463,7 +463,9 @@ def test_a_step_is_skipped_if_any_of_its_parts_is(place, count):
 
 def on_card(in_backward: bool, *overrides: str, levels=("bf16",), kernels: str = "triton", **more) -> Engine:
     """ResNet-18 that trains so slowly that the last bits of its gradients do not add up."""
-    chosen = compose(["method=triaccel", f"method.update.in_backward={str(in_backward).lower()}", *overrides])
+    # Random pixels make large gradients: with the usual scale the first steps of an FP16 plan are skipped.
+    fixed = "method=triaccel", "method.loss_scale.initial=1", f"method.update.in_backward={str(in_backward).lower()}"
+    chosen = compose([*fixed, *overrides])
     torch.manual_seed(0)
     network = models.build(chosen.model, 10)
     network.module.to("cuda", memory_format=torch.channels_last).train()

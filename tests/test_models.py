@@ -10,7 +10,7 @@ from torch import nn
 from triaccel_bench import models
 from triaccel_bench.configuration import compose
 from triaccel_bench.kernels.norm import join_sum
-from triaccel_bench.models import WeightsError
+from triaccel_bench.weights import WeightsError
 
 
 def build(name: str, *overrides: str, classes: int = 10):
@@ -162,3 +162,30 @@ def test_norms_made_something_else_later_still_run():
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, nn.GroupNorm(2, part.num_features))
     assert torch.isfinite(model(torch.randn(2, 3, 32, 32))).all()
+
+
+def test_only_plain_pooling_is_replaced_and_a_cpu_keeps_torchs(monkeypatch):
+    module = torchvision.models.resnet18()
+    models.describe(module)
+    assert type(module.maxpool) is models.MaxPool
+    odd = torchvision.models.resnet18()
+    odd.maxpool = nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True)
+    models.describe(odd)
+    assert type(odd.maxpool) is nn.MaxPool2d
+    asked = []
+    monkeypatch.setattr(models, "max_pool2d", lambda *arguments, backend: asked.append(backend))
+    module.maxpool.kernels = "triton"
+    module.maxpool(torch.zeros(1, 1, 8, 8))
+    assert asked == ["torch"]
+
+
+def test_parameters_come_in_the_order_in_which_layers_are_called():
+    called = []
+    for name in ("resnet18", "efficientnet_b0", "resnet8"):
+        network = build(name)
+        for part in network.module.modules():
+            if not list(part.children()):
+                part.register_forward_hook(lambda part, *_: called.extend(map(id, part.parameters())))
+        network.module.eval()(torch.zeros(1, 3, 32, 32))
+        assert [id(p) for p in models.parameters_in_order_of_use(network.module)] == called
+        called.clear()

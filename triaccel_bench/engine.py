@@ -372,6 +372,7 @@ def _ordered_parameters(network: Network) -> tuple[list[Tensor], list[int]]:
 
 
 def _delivery_order(network: Network, parameters: Sequence[Tensor]) -> list[int]:
-    """Indices of parameters as a backward pass about comes to them, which is against the order of definition."""
+    """Indices of parameters as a backward pass about comes to them."""
     index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-    return [index_of[id(p)] for p in reversed(list(network.module.parameters())) if id(p) in index_of]
+    used = reversed(list(models.parameters_in_order_of_use(network.module)))
+    return list(dict.fromkeys(index_of[id(p)] for p in used if id(p) in index_of))

@@ -5,7 +5,8 @@ layer with weight ``w`` is ``F = (1/N) sum_i g_i g_i^T``, ``g_i = d(-log softmax
 estimate of the Fisher information, which is the Hessian's Gauss-Newton part. True labels instead of drawn ones would
 give the "empirical Fisher", which ranks the layers differently (Kunstner et al., 2019). ``F`` is ``(n, n)`` and of
 rank ``N`` at most; its other eigenvalues are those of the ``(N, N)`` Gram matrix of the ``g_i``, which ``gram`` takes
-from what a layer read and what came back to it. BatchNorm is in evaluation mode, Dropout off.
+from what a layer read and what came back to it. BatchNorm is in evaluation mode, Dropout off. Products may be TF32
+where a card has it: they are off by a thousandth, an eigenvalue read from 32 samples by far more.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class FisherEstimator:
         self._random = random.Random(seed)
         self._now = now
         around = partial(borrowed, module, borrow)
-        self._matrices = Replayed(partial(_gram_matrices, module, self._layers, kernels), around)
+        self._matrices = Replayed(partial(_gram_matrices, module, self._layers, kernels), partial(around, tf32=True))
         verify = partial(_verify, module, self._layers, names, kernels, around)
         self._unverified: Callable[[Tensor, Tensor], bool] | None = None if trusted else verify
 

@@ -22,6 +22,7 @@ from triaccel_bench.meters import TensorMeter
 from triaccel_bench.preflight import Check, Report, failed, megabytes
 from triaccel_bench.settings import DatasetSettings, ModelSettings, Settings
 from triaccel_bench.sources import cifar_archive, cifar_fault
+from triaccel_bench.weights import WeightsError
 
 PLENTY_BYTES = 10_000_000_000
 """Free on a disk, room enough for checkpoints of any model here; no network is built to know it better."""
@@ -275,7 +276,7 @@ def _weights(model: ModelSettings, members: Members, thorough: bool) -> Check:
     if thorough:
         try:
             models.build(model, members[0][1].dataset.num_classes)
-        except models.WeightsError as error:
+        except WeightsError as error:
             return failed("weights", str(error), _numbers(members))
     return Check("weights", "ok", f"{model.name}: {model.weights}")
 

@@ -13,8 +13,8 @@ addition are one call, so that a kernel can do them in one pass over memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 import torchvision
@@ -23,11 +23,12 @@ from torchvision.models.efficientnet import MBConv
 from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.ops import Conv2dNormActivation, SqueezeExcitation, StochasticDepth
 
-from triaccel_bench import checkpointing
+from triaccel_bench import checkpointing, weights
 from triaccel_bench.checkpointing import Checkpointed
 from triaccel_bench.kernels.affine import affine_norm_act
 from triaccel_bench.kernels.excite import excite, squeeze
 from triaccel_bench.kernels.norm import batch_norm_act, finished
+from triaccel_bench.kernels.pool import max_pool2d
 from triaccel_bench.settings import ModelSettings
 
 LAYER_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
@@ -46,10 +47,6 @@ class Network:
     """Logits a sample; ``None``: not known."""
 
 
-class WeightsError(ValueError):
-    """A state dict that does not fit the model; the message names the file and the first mismatch."""
-
-
 def build(model: ModelSettings, num_classes: int) -> Network:
     """Build an architecture on the CPU, initialised from torch's global generator.
 
@@ -57,10 +54,7 @@ def build(model: ModelSettings, num_classes: int) -> Network:
         WeightsError: ``model.weights`` names a file that does not fit.
     """
     module = _BUILDERS[model.name](num_classes)
-    if model.weights == "imagenet":
-        _load(module, _imagenet_state(model.name), "ImageNet weights")
-    elif model.weights != "none":
-        _load(module, _file_state(Path(model.weights)), model.weights)
+    weights.load(module, model.weights, model.name, _HEADS.get(model.name, "fc."))
     network = replace(describe(module), classes=num_classes)
     checkpointing.switch(module, model.checkpointing)
     return network
@@ -147,6 +141,23 @@ class Norm(nn.BatchNorm2d):
     def _fitting(self, residual: Tensor | None, x: Tensor) -> Tensor | None:
         """The residual in the dtype of x: a kernel for every pair would be compiled in the middle of training."""
         return residual if residual is None or self.kernels != "triton" else residual.to(x.dtype)
+
+
+class MaxPool(nn.MaxPool2d):
+    """Max pooling over square windows. ``kernels`` is its backend unless somebody may differentiate twice."""
+
+    kernels = "torch"
+    differentiated_once = False
+
+    @staticmethod
+    def fits(pool: nn.MaxPool2d) -> bool:
+        plain = all(isinstance(size, int) for size in (pool.kernel_size, pool.stride, pool.padding))
+        return plain and pool.dilation == 1 and not pool.ceil_mode and not pool.return_indices
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = self.training or self.differentiated_once or not torch.is_grad_enabled()
+        backend = self.kernels if x.is_cuda and once else "torch"
+        return max_pool2d(x, self.kernel_size, self.stride, self.padding, backend=backend)
 
 
 _ACTIVATION_NAMES = {nn.ReLU: "relu", nn.SiLU: "silu"}
@@ -282,6 +293,8 @@ def _fuse(module: nn.Module) -> None:
             child.__class__ = _UnjoinedMBConv
         if type(child) is ResNet and isinstance(child.bn1, Norm) and type(child.relu) is nn.ReLU:
             child.__class__ = _FusedResNet
+            if type(child.maxpool) is nn.MaxPool2d and MaxPool.fits(child.maxpool):
+                child.maxpool.__class__ = MaxPool
         if type(child) is Conv2dNormActivation and len(child) in (2, 3) and isinstance(child[1], Norm):
             if len(child) == 2 or type(child[2]) in _ACTIVATION_NAMES:
                 child.__class__ = _FusedConvNormActivation
@@ -308,6 +321,17 @@ def use_kernels(network: Network, backend: str) -> None:
                 block.forked = backend == "triton"
             if isinstance(module, _FusedResNet):
                 module.forked = backend == "triton" and type(module.maxpool) is nn.Identity
+
+
+def parameters_in_order_of_use(module: nn.Module) -> Iterator[nn.Parameter]:
+    """As a forward pass about comes to them; a residual block is defined with its shortcut last, and calls it third."""
+    yield from module.parameters(recurse=False)
+    children = module.children()
+    if isinstance(module, _JoinedBasicBlock):
+        parts = module.conv1, module.bn1, module.downsample, module.conv2, module.bn2
+        children = (part for part in parts if part is not None)
+    for child in children:
+        yield from parameters_in_order_of_use(child)
 
 
 _JOIN_TYPES = {
@@ -364,36 +388,5 @@ _BUILDERS = {
     "efficientnet_b0": _efficientnet_b0,
     "resnet8": ResNet8,
 }
-
-
-def _imagenet_state(name: str) -> dict[str, Tensor]:
-    weights = torchvision.models.get_model_weights(name).DEFAULT
-    return weights.get_state_dict(progress=False, check_hash=True)
-
-
-def _file_state(path: Path) -> dict[str, Tensor]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise WeightsError(f"model.weights={path}: expected a state dict saved by torch.save; {error}") from None
-
-
-def _load(module: nn.Module, state: dict[str, Tensor], source: str) -> None:
-    """Load every tensor but a classifier made for another number of classes."""
-    own = module.state_dict()
-    head = "fc." if isinstance(module, (ResNet, ResNet8)) else "classifier."
-    fits = {
-        key: value
-        for key, value in state.items()
-        if not (key.startswith(head) and key in own and own[key].shape != value.shape)
-    }
-    missing = sorted(key for key in own.keys() - fits.keys() if not key.startswith(head))
-    unfit = sorted(
-        key for key, value in fits.items() if key not in own or own[key].shape != getattr(value, "shape", None)
-    )
-    if missing or unfit:
-        raise WeightsError(
-            f"{source}: expected the tensors of {type(module).__name__}; "
-            f"{len(missing)} missing {missing[:1]}, {len(unfit)} unknown or of another shape {unfit[:1]}"
-        )
-    module.load_state_dict(fits, strict=False)
+_HEADS = {"efficientnet_b0": "classifier."}
+"""Prefix of the classifier's tensors, where it is not ``fc``."""

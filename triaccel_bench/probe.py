@@ -137,9 +137,14 @@ def leaving_no_trace(module: nn.Module, device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def borrowed(module: nn.Module, borrow: Borrow) -> Iterator[None]:
-    """``borrow`` for a model differentiated once, and ``leaving_no_trace`` on its device."""
+def borrowed(module: nn.Module, borrow: Borrow, tf32: bool = False) -> Iterator[None]:
+    """``borrow`` for a model differentiated once, and ``leaving_no_trace`` on its device.
+
+    With ``tf32`` matrix units may round operands of FP32 products to 10 bits; ``borrow`` puts the flags back.
+    """
     with borrow(True), leaving_no_trace(module, next(module.parameters()).device):
+        if tf32:
+            torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         yield
 
 

@@ -29,13 +29,13 @@ from triaccel_bench.data import DataError, load
 from triaccel_bench.hardware import DeviceError, Hardware
 from triaccel_bench.identity import RESULTS_VERSION
 from triaccel_bench.meters import card_state
-from triaccel_bench.models import WeightsError
 from triaccel_bench.preflight import Check, failed
 from triaccel_bench.records import CHECKPOINT_FILE, Provenance, RunRecord, Trace, planned_run, write_run
 from triaccel_bench.resumption import CheckpointError, Interrupted, Keeper, Owner, Stop, stoppable
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.shortage import DOUBTFUL, cause_of
 from triaccel_bench.trainer import Diverged, Trainer
+from triaccel_bench.weights import WeightsError
 
 REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)
 """Faults of the set-up, found before any step: they end the command with exit code 2 and leave no record."""
