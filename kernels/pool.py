@@ -26,18 +26,20 @@ if triton is not None:
     def _place(offset, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr):
         """Row, column, and what remains of an element's place: its sample and channel."""
         if CHANNELS_LAST:
-            channel, pixel = offset % CHANNELS, offset // CHANNELS
-            return pixel // WIDTH % HEIGHT, pixel % WIDTH, pixel // (WIDTH * HEIGHT), channel
-        return offset // WIDTH % HEIGHT, offset % WIDTH, offset // (WIDTH * HEIGHT), 0
+            channel = offset % CHANNELS
+            pixel = offset // CHANNELS
+        else:
+            channel = tl.zeros_like(offset)
+            pixel = offset
+        return pixel // WIDTH % HEIGHT, pixel % WIDTH, pixel // (WIDTH * HEIGHT), channel
 
     @triton.jit
     def _start(
         plane, channel, CHANNELS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS_LAST: tl.constexpr
     ):
         """The first pixel of a sample's channel in an image of that size."""
-        if CHANNELS_LAST:
-            return plane * (HEIGHT * WIDTH * CHANNELS) + channel
-        return plane * (HEIGHT * WIDTH)
+        together: tl.constexpr = CHANNELS if CHANNELS_LAST else 1
+        return plane * (HEIGHT * WIDTH * together) + channel
 
     @triton.jit(do_not_specialize=["elements"])
     def _forward_kernel(
