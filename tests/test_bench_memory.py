@@ -36,7 +36,7 @@ def bench(**options) -> Bench:
     return Bench(base, images(120), (), {}, HEAD, None, 2, 2, device="cpu", **(silent | options))
 
 
-def test_every_row_that_the_issue_asks_for_has_its_target():
+def test_every_row_that_has_a_target_is_measured():
     rows = {row for job in bench_memory.all_jobs() for row in job.rows}
     asked = bench_memory.targets("NVIDIA H200")
     assert asked.keys() <= rows and bench_memory.targets("Tesla T4").keys() < asked.keys()
