@@ -5,7 +5,7 @@ python scripts/plain_memory.py [--model NAME] [--layout nchw|channels_last] [--g
 
 Prints GB allocated at the peak of a training step, and the part of it that is cuBLAS workspace. PyTorch
 gives each pair of handle and stream its own: on a Hopper card 32 MiB for cuBLAS and as much for cuBLASLt,
-and a capture runs on a stream of its own. SMALL is the 8 MiB that our runs have.
+and a capture runs on a stream of its own. SMALL is what our runs have.
 """
 
 from __future__ import annotations

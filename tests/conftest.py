@@ -6,5 +6,5 @@ On a card, cuBLAS workspaces as runs have them: its own are as large as the smal
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "8192")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":1024:2:16:8")
+os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "2048")

@@ -41,8 +41,8 @@ REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)
 """Faults of the set-up, found before any step: they end the command with exit code 2 and leave no record."""
 
 
-CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8", "CUBLASLT_WORKSPACE_SIZE": "8192"}
-"""8 MiB a handle, PyTorch's default before Hopper. Its 32 MiB there would be a quarter of these models' memory."""
+CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":1024:2:16:8", "CUBLASLT_WORKSPACE_SIZE": "2048"}
+"""2 MiB a handle. PyTorch's 8 MiB, and 32 on Hopper, for each of three would be a fifth of these models' memory."""
 
 
 def inspect_device(pipe: Connection, device: str, kernels: str) -> None:
