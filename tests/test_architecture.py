@@ -27,6 +27,7 @@ LEVELS = {
         "gram",
         "convolution",
         "stats",
+        "compare",
         "results",
         "labels",
         "layout",
