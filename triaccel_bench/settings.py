@@ -289,8 +289,8 @@ class Settings(_Section):
                 )
         if self.runner.max_minutes is not None and not self.results.resume:
             raise ValueError(
-                f"runner.max_minutes={self.runner.max_minutes:g} and results.resume=false: expected checkpoints to stop "
-                "at, for the next start to go on from; use results.resume=true"
+                f"runner.max_minutes={self.runner.max_minutes:g} and results.resume=false: expected checkpoints to "
+                "stop at, for the next start to go on from; use results.resume=true"
             )
         if self.device == "cpu" and self.kernels == "triton":
             raise ValueError("device=cpu and kernels=triton: expected a CUDA device for Triton; use kernels=auto")
