@@ -75,16 +75,6 @@ def test_a_traceback_without_end_leaves_a_record_of_its_usual_size(tmp_path, mon
     assert read_run(tmp_path / RUN_FILE).traceback == [str(number) for number in range(4800, 5000)]
 
 
-def test_a_run_that_goes_on_after_a_failure_and_ends_has_no_traceback_any_more(tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        patched.setattr("triaccel_bench.worker.Trainer.finish", raising(KeyError("lost")))
-        run(tmp_path, "epochs=2")
-    assert read_run(tmp_path / RUN_FILE).traceback
-    run(tmp_path, "epochs=2")
-    record = read_run(tmp_path / RUN_FILE)
-    assert (record.status, record.reason, record.traceback) == ("done", None, []) and record.resumed_at
-
-
 @pytest.mark.parametrize(
     "error, said",
     [

@@ -171,7 +171,7 @@ def _train(
             if keeper is not None:
                 keeper.stop.deferred = True
             trainer.train()
-            run.status, run.reason, run.traceback = "done", None, []
+            run.status, run.reason = "done", None
         except REFUSALS:
             raise
         except Diverged as error:
