@@ -9,7 +9,19 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    0: {"noise", "settings", "records", "paper", "sources", "lanczos", "shortage", "checkpointing", "weights"},
+    -1: {"life"},
+    0: {
+        "noise",
+        "settings",
+        "records",
+        "paper",
+        "sources",
+        "lanczos",
+        "shortage",
+        "checkpointing",
+        "weights",
+        "deadline",
+    },
     1: {
         "parsing",
         "identity",
@@ -31,6 +43,7 @@ LEVELS = {
         "results",
         "labels",
         "layout",
+        "outcomes",
     },
     2: {
         "captures",
@@ -50,8 +63,9 @@ LEVELS = {
     5: {"assembly", "loop"},
     6: {"trainer"},
     7: {"worker"},
-    8: {"runner"},
-    9: {"cli", "tables_cli"},
+    8: {"child"},
+    9: {"runner"},
+    10: {"cli", "tables_cli"},
 }
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names} | {"kernels": 0}
 

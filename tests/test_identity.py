@@ -12,7 +12,16 @@ def cell(*overrides: str, device: str = "card") -> str:
 
 @pytest.mark.parametrize(
     "override",
-    ["seeds=[5]", "results.root=/elsewhere", "progress=plain", "dataset.root=/big/disk", "dataset.download=false"],
+    [
+        "seeds=[5]",
+        "results.root=/elsewhere",
+        "progress=plain",
+        "dataset.root=/big/disk",
+        "dataset.download=false",
+        "runner.timeout=5",
+        "runner.max_minutes=700",
+        "on_failure=stop",
+    ],
 )
 def test_a_cell_ignores_what_cannot_change_a_result(override):
     assert cell(override) == cell()

@@ -13,6 +13,7 @@ import tiny
 import torch
 
 from triaccel_bench import cli, hardware, inspection, models, pace, preflight, runner, worker
+from triaccel_bench.child import Ended
 from triaccel_bench.configuration import compose
 from triaccel_bench.identity import identity
 from triaccel_bench.inspection import look
@@ -364,7 +365,7 @@ def test_only_runs_nothing_and_exits_by_what_it_found(here, capfd, monkeypatch):
 def test_a_probe_that_dies_is_a_failed_check(monkeypatch):
     report = Report((), {("cpu", "auto"): "cpu"})
     monkeypatch.setattr(runner, "_checked", lambda cells, thorough: report)
-    monkeypatch.setattr(runner, "_child", lambda *arguments: (None, -9))
+    monkeypatch.setattr(runner, "_child", lambda *arguments: Ended(None, -9))
     (check,) = runner.preflight([tiny.settings()]).checks
     assert check.verdict == "fails" and "SIGKILL" in check.finding and check.cells == (0,)
 

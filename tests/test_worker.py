@@ -62,6 +62,17 @@ def test_an_unforeseen_fault_anywhere_is_a_failed_record_and_shows_where(tmp_pat
     assert before[-1][0] == "note" and "Traceback" in before[-1][1]["text"]
     record = read_run(tmp_path / RUN_FILE)
     assert (record.status, record.reason) == ("failed", "KeyError: 'lost'")
+    assert record.traceback[0] == "Traceback (most recent call last):" and record.traceback[-1] == record.reason
+    assert any("test_worker.py" in line for line in record.traceback) and not any("\n" in x for x in record.traceback)
+
+
+def test_a_traceback_without_end_leaves_a_record_of_its_usual_size(tmp_path, monkeypatch):
+    def deeper(*_):
+        raise RuntimeError("\n".join(map(str, range(5000))))
+
+    monkeypatch.setattr("triaccel_bench.worker.Trainer.train", deeper)
+    run(tmp_path)
+    assert read_run(tmp_path / RUN_FILE).traceback == [str(number) for number in range(4800, 5000)]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +90,7 @@ def test_memory_that_does_not_suffice_has_a_status_of_its_own(tmp_path, monkeypa
     assert record.status == "oom"
     assert record.reason.startswith(f"does not fit at batch 16: {said} (held between steps: weights ")
     assert "optimizer" in record.reason
+    assert record.traceback[0].startswith("Traceback") and said in "\n".join(record.traceback)
 
 
 def test_a_full_disk_is_a_failure_with_the_remedy(tmp_path, monkeypatch):

@@ -1,8 +1,9 @@
 """``triaccel-bench``: compose every job of the sweep, judge all of them, then run them.
 
-Exit codes: 0 done; 1 some runs failed (listed with reasons); 2 the configuration, device or
-data cannot be used; 130 interrupted by Ctrl-C, SIGTERM, SIGUSR1 or the reader of a closed pipe
-(finished seeds are kept and reused, and the one under way goes on from its checkpoint).
+Exit codes: 0 done; 1 some runs failed (listed with reasons, and how to run only them); 2 the
+configuration, device or data cannot be used; 3 the time is up (``runner.max_minutes``) before all
+is done; 130 interrupted by Ctrl-C, SIGTERM, SIGUSR1 or the reader of a closed pipe (as with 3,
+finished seeds are kept and reused, and the one under way goes on from its checkpoint).
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from triaccel_bench import preflight
+from triaccel_bench import deadline, preflight
 from triaccel_bench.configuration import CONFIG_PACKAGE, to_settings
+from triaccel_bench.outcomes import Asked, Outcome, closing_lines, exit_code
 from triaccel_bench.progress import open_reporter
 from triaccel_bench.results import read_results
-from triaccel_bench.runner import Outcome, Refused, cell_label, run_cells
+from triaccel_bench.runner import Refused, cell_label, run_cells
 from triaccel_bench.runner import preflight as check_cells
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.tables import table1
@@ -68,7 +70,10 @@ def run(arguments: list[str]) -> int:
     """Run the command line ``arguments`` and return the exit code."""
     # Hydra would print a traceback hint and exit 1 by itself; with this it raises and we say it in a sentence.
     os.environ["HYDRA_FULL_ERROR"] = "1"
+    deadline.begin()
+    options = _options(arguments)
     jobs: list[Settings] = []
+    asked: list[Asked] = []
     mistakes: list[Exception] = []
     outcomes: list[Outcome] = []
     folders: set[Path] = set()
@@ -84,12 +89,14 @@ def run(arguments: list[str]) -> int:
             # Raised here, Hydra would add a line of its own.
             mistakes.append(error)
             return
+        how = Asked(tuple(HydraConfig.get().overrides.task), options)
         if local:
             # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
             jobs.append(settings)
+            asked.append(how)
         else:
             # Another launcher (Slurm, say) has brought us to where the job is to run.
-            outcomes.extend(_run([settings]))
+            outcomes.extend(_run([settings], [how]))
 
     previous, sys.argv = sys.argv, ["triaccel-bench", *_hydra_arguments(arguments)]
     try:
@@ -100,7 +107,7 @@ def run(arguments: list[str]) -> int:
         if mistakes:
             raise mistakes[0]
         try:
-            outcomes.extend(_run(jobs))
+            outcomes.extend(_run(jobs, asked))
         except SystemExit:
             # rich answers a closed pipe with it.
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
@@ -120,7 +127,7 @@ def run(arguments: list[str]) -> int:
         return 130
     finally:
         sys.argv = previous
-    return _exit_code(outcomes)
+    return exit_code(outcomes)
 
 
 def _folder_of_hydra() -> Path:
@@ -144,8 +151,17 @@ def _remove(folders: set[Path]) -> None:
 
 def _hydra_arguments(arguments: list[str]) -> list[str]:
     """Overrides first, for Hydra's parser takes none after an option, and in quotes where its grammar needs them."""
-    overrides = [text for text in arguments if re.match(r"~|[^-./][^=]*=|=", text)]
+    overrides = [text for text in arguments if _is_override(text)]
     return [*map(_quoted, overrides), *(text for text in arguments if text not in overrides)]
+
+
+def _is_override(argument: str) -> bool:
+    return re.match(r"~|[^-./][^=]*=|=", argument) is not None
+
+
+def _options(arguments: list[str]) -> tuple[str, ...]:
+    """What stands beside overrides and holds for each of a sweep's jobs by itself."""
+    return tuple(text for text in arguments if not _is_override(text) and text not in ("-m", "--multirun"))
 
 
 def _quoted(override: str) -> str:
@@ -180,7 +196,7 @@ def _compose(job: Callable[[], None]) -> None:
         ) from None
 
 
-def _run(jobs: list[Settings]) -> list[Outcome]:
+def _run(jobs: list[Settings], asked: list[Asked]) -> list[Outcome]:
     if not jobs:
         return []
     if jobs[0].preflight == "only":
@@ -193,10 +209,8 @@ def _run(jobs: list[Settings]) -> list[Outcome]:
     silent = jobs[0].progress == "none"
     if not silent:
         _summarise(outcomes)
-    for outcome in outcomes:
-        if outcome.status not in ("done", "refused"):
-            said = f"{outcome.status}: {outcome.label} seed {outcome.seed}: {outcome.reason}"
-            print(said, file=sys.stderr if silent else sys.stdout)
+    for line in closing_lines(outcomes, asked, jobs[0].runner.max_minutes):
+        print(line, file=sys.stderr if silent else sys.stdout)
     return outcomes
 
 
@@ -208,25 +222,16 @@ def _preflight(jobs: list[Settings]) -> list[Outcome]:
     else:
         print("\n".join(preflight.lines(report)))
     return [
-        Outcome(cell_label(jobs[number]), jobs[number].seeds[0], "refused", obstacle, None)
+        Outcome(cell_label(jobs[number]), jobs[number].seeds[0], "refused", obstacle, None, number=number)
         for number, obstacle in report.obstacles().items()
     ]
 
 
 def _summarise(outcomes: list[Outcome]) -> None:
-    folders = {outcome.path.parent.parent for outcome in outcomes if outcome.path is not None}
+    folders = {outcome.path.parent.parent for outcome in outcomes if outcome.path is not None and outcome.path.exists()}
     if folders:
         print()
         render_terminal(table1(read_results(sorted(folders))))
-
-
-def _exit_code(outcomes: list[Outcome]) -> int:
-    statuses = {outcome.status for outcome in outcomes}
-    if "refused" in statuses:
-        return 2
-    if statuses <= {"done", "interrupted"} and "interrupted" in statuses:
-        return 130
-    return 0 if statuses <= {"done"} else 1
 
 
 def _sentence(error: Exception) -> str:

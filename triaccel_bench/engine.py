@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from triaccel_bench import models, precision, resumption
+from triaccel_bench import life, models, precision, resumption
 from triaccel_bench.buckets import Buckets
 from triaccel_bench.captures import CapturedCalls
 from triaccel_bench.convolution import WeightGradients
@@ -192,6 +192,7 @@ class Engine:
 
         Returns how: "replayed", "warmed" or "captured" on the way there, or "eager".
         """
+        life.sign()
         outcome = self.captured.run("step", self._undoable_step, *inputs)
         self._begun = False
         return outcome
@@ -342,6 +343,7 @@ class Engine:
         samples = 0
         try:
             for images, labels in batches:
+                life.sign()
                 self.captured.run("evaluation", self._evaluate_batch, images, labels)
                 samples += labels.shape[0]
         finally:

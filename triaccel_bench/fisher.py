@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from triaccel_bench import life
 from triaccel_bench.gram import check_layers, gram, leading
 from triaccel_bench.graphs import Replayed
 from triaccel_bench.kernels.loss import sampled_gradient
@@ -134,6 +135,7 @@ def _gram_matrices(
     shape = len(layers), len(images), len(images)
     matrices = torch.zeros(shape, dtype=wide_dtype(layers), device=logits.device)
     for matrix, (name, layer) in zip(matrices, layers.items(), strict=True):
+        life.sign()
         dy = returned.pop(name, None)
         if dy is not None:
             matrix.copy_(gram(layer, taps.pop(name).x, dy))

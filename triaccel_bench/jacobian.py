@@ -25,7 +25,7 @@ import torch
 import torchvision
 from torch import Tensor, nn
 
-from triaccel_bench import models
+from triaccel_bench import life, models
 from triaccel_bench.gram import check_layers, gradients, gram, leading, products
 from triaccel_bench.graphs import Replayed
 from triaccel_bench.lanczos import Spectrum, projections
@@ -187,6 +187,7 @@ def _projected_gram_matrices(
         read = {name: taps.pop(name) for name in names if name in taps}
         kept = {name: _Rows(layers[name], tap, classes) for name, tap in read.items()}
         for index in range(classes if kept else 0):
+            life.sign()
             again = index + 1 < classes or names is not groups[-1]
             returned = output_gradients(logits, directions[index], read.values(), again)
             for each, dy in zip(kept.values(), returned, strict=True):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from triaccel_bench import life
+
 Product = Callable[[Tensor], Tensor]
 
 
@@ -59,6 +61,7 @@ def lanczos(
     projection = torch.zeros(limit, limit, dtype=torch.float64)
     restarted = False
     for count in range(1, limit + 1):
+        life.sign()
         coefficients, rest = _orthogonalised(product(basis[-1]), basis)
         *column, beta = torch.cat((coefficients, torch.linalg.vector_norm(rest).view(1))).tolist()
         if not all(math.isfinite(value) for value in (*column, beta)):

@@ -156,6 +156,8 @@ class RunRecord(_Record):
     results_version: int
     status: Status
     reason: str | None = None
+    traceback: list[str] = Field(default_factory=list)
+    """Lines: of the exception that ended it, of the crash of its process, or of its threads' stacks as it hung."""
     cell: str
     dataset: str
     model: str

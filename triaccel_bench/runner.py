@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import multiprocessing
 import os
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from triaccel_bench.child import call as _child
+from triaccel_bench.deadline import Deadline
 from triaccel_bench.identity import RESULTS_VERSION, identity
+from triaccel_bench.outcomes import Outcome
 from triaccel_bench.preflight import Check, Report
 from triaccel_bench.progress import Reporter
 from triaccel_bench.records import (
@@ -32,19 +29,6 @@ from triaccel_bench.records import (
 )
 from triaccel_bench.settings import Settings
 
-SECONDS_TO_END = 20.0
-"""What a child that was asked to end gets to do so: it needs 10 s at most, and Slurm kills after 30 s."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    label: str
-    seed: int
-    status: Status | Literal["refused"]
-    reason: str | None
-    path: Path | None
-    reused: bool = False
-
 
 class Refused(RuntimeError):
     """A child found, before any step, that the run cannot be set up; its message says why and what to do."""
@@ -54,8 +38,10 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     """Run every seed of every cell that has no finished record yet, one after the other.
 
     A cell whose data, weights or folder cannot be used is listed as refused and the others go
-    on; a seed that fails leaves a record that says so. Commands that ask for the same seed at
-    once take turns, and the later one reuses what the earlier one finished.
+    on; a seed that fails leaves a record that says so, and the others go on, unless
+    ``on_failure=stop``. Commands that ask for the same seed at once take turns, and the later
+    one reuses what the earlier one finished. Once ``runner.max_minutes`` are near, the run under
+    way is asked to stop, and no other begins.
 
     The cheap checks of ``preflight`` come first: which cells cannot run is said before any does.
 
@@ -67,9 +53,9 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     for number, settings in enumerate(cells):
         label, device_name = cell_label(settings), devices[settings.device, settings.kernels]
         try:
-            _run_cell(settings, label, device_name, obstacles.get(number), reporter, outcomes)
+            _run_cell(number, settings, label, device_name, obstacles.get(number), reporter, outcomes)
         except Refused as error:
-            outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None))
+            outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None, number=number))
     return outcomes
 
 
@@ -84,19 +70,22 @@ def preflight(cells: Sequence[Settings]) -> Report:
     able = [(number, settings) for number, settings in enumerate(cells) if number not in obstacles]
     if not able:
         return report
-    verdict, exit_code = _child("expect_time", (able,), lambda kind, payload: None)
-    if verdict is not None:
-        return Report((*report.checks, *verdict[1]), report.devices)
-    finding = f"{cell_label(able[0][1])}: the process of a few steps ended early ({_how(exit_code)})"
+    ended = _child("expect_time", (able,), _hear_nothing, cells[0].runner.timeout)
+    if ended.verdict is not None:
+        return Report((*report.checks, *ended.verdict[1]), report.devices)
+    finding = f"{cell_label(able[0][1])}: the process of a few steps ended early ({ended.how})"
     lost = Check("time", "fails", finding, "lower method.batch.initial or use kernels=torch", (able[0][0],))
     return Report((*report.checks, lost), report.devices)
 
 
 def _checked(cells: Sequence[Settings], thorough: bool) -> Report:
-    verdict, exit_code = _child("check_cells", (list(cells), thorough), lambda kind, payload: None)
-    if verdict is None:
-        raise Refused(f"preflight: its process ended early ({_how(exit_code)}); preflight=off goes on without it")
-    return verdict[1]
+    ended = _child("check_cells", (list(cells), thorough), _hear_nothing, cells[0].runner.timeout)
+    if ended.verdict is None:
+        raise Refused(f"preflight: its process ended early ({ended.how}); preflight=off goes on without it")
+    return ended.verdict[1]
+
+
+def _hear_nothing(kind: str, payload: object) -> None: ...
 
 
 def _before_the_first(
@@ -105,7 +94,7 @@ def _before_the_first(
     """Names of the cells' devices, and why cells cannot run, by their number; what else is known is said."""
     keys = dict.fromkeys((settings.device, settings.kernels) for settings in cells)
     if not cells or cells[0].preflight == "off":
-        return {key: _device_name(*key) for key in keys}, {}
+        return {key: _device_name(*key, cells[0].runner.timeout) for key in keys}, {}
     report = _checked(cells, thorough=False)
     obstacles = report.obstacles()
     for number, settings in enumerate(cells):
@@ -129,7 +118,17 @@ def seed_folder(settings: Settings, cell: str, seed: int) -> Path:
     return Path(settings.results.root) / f"{cell_label(settings).replace('/', '-')}-{cell}" / f"seed-{seed}"
 
 
+def _halt(settings: Settings, outcomes: Sequence[Outcome]) -> Literal["left", "skipped"] | None:
+    """What becomes of a run that has not begun, if it is not to begin any more."""
+    if Deadline(settings.runner.max_minutes).near():
+        return "left"
+    if settings.on_failure == "stop" and any(outcome.failed for outcome in outcomes):
+        return "skipped"
+    return None
+
+
 def _run_cell(
+    number: int,
     settings: Settings,
     label: str,
     device_name: str,
@@ -142,12 +141,20 @@ def _run_cell(
     for seed in settings.seeds:
         folder = seed_folder(settings, cell, seed)
         path = folder / RUN_FILE
-        with _claimed(folder, f"{label}/seed {seed}", reporter):
+        halt = _halt(settings, outcomes)
+        if halt is not None and not (settings.results.reuse and _finished(path, cell, seed, reporter)):
+            outcomes.append(Outcome(label, seed, halt, None, path, number=number))
+            continue
+        with _claimed(folder, f"{label}/seed {seed}", reporter, Deadline(settings.runner.max_minutes)) as claimed:
+            if not claimed:
+                reason = "another command is running it"
+                outcomes.append(Outcome(label, seed, "left", reason, path, number=number))
+                continue
             if settings.results.reuse and _finished(path, cell, seed, reporter):
                 reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
                 # Of a run that was killed between its record and its end.
                 (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
-                outcomes.append(Outcome(label, seed, "done", None, path, reused=True))
+                outcomes.append(Outcome(label, seed, "done", None, path, reused=True, number=number))
                 continue
             if obstacle is not None:
                 raise Refused(obstacle)
@@ -155,7 +162,7 @@ def _run_cell(
             status, reason = _run_seed(settings, seed, cell, folder, reporter)
             if status != "done":
                 reporter.line(f"{label}/seed {seed}: {status}: {reason}")
-            outcomes.append(Outcome(label, seed, status, reason, path))
+            outcomes.append(Outcome(label, seed, status, reason, path, number=number))
             with contextlib.suppress(RecordError):
                 ended[seed] = read_run(path)
     if ended:
@@ -169,8 +176,11 @@ def _step_peak(run: RunRecord) -> int:
 
 
 @contextlib.contextmanager
-def _claimed(folder: Path, label: str, reporter: Reporter) -> Iterator[None]:
-    """Hold a seed's folder alone, waiting for another command that does; the system frees it when a holder dies."""
+def _claimed(folder: Path, label: str, reporter: Reporter, deadline: Deadline) -> Iterator[bool]:
+    """Hold a seed's folder alone, waiting for another command that does; the system frees it when a holder dies.
+
+    Yields whether it is held, and not the time up before.
+    """
     lock = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -184,16 +194,29 @@ def _claimed(folder: Path, label: str, reporter: Reporter) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             reporter.line(f"{label}: another command is running it; waiting for that one to end")
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _freed(handle, deadline):
+                yield False
+                return
         except OSError:
             # A file system without locks: each command still writes whole records.
             pass
         for name in (RUN_FILE, TRACE_FILE, CHECKPOINT_FILE):
             for part in folder.glob(f".{name}.*"):
                 part.unlink()
-        yield
+        yield True
     finally:
         os.close(handle)
+
+
+def _freed(handle: int, deadline: Deadline) -> bool:
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if deadline.near():
+                return False
+            time.sleep(0.5)
 
 
 def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
@@ -214,7 +237,9 @@ def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
     return run.status == "done"
 
 
-def _run_seed(settings: Settings, seed: int, cell: str, folder: Path, reporter: Reporter) -> tuple[Status, str | None]:
+def _run_seed(
+    settings: Settings, seed: int, cell: str, folder: Path, reporter: Reporter
+) -> tuple[Status | Literal["left"], str | None]:
     def receive(kind: str, payload) -> None:
         if kind == "progress":
             reporter.progress(payload)
@@ -223,14 +248,20 @@ def _run_seed(settings: Settings, seed: int, cell: str, folder: Path, reporter: 
         elif kind == "note":
             reporter.line(payload["text"])
 
-    verdict, exit_code = _child("run_seed", (settings, seed, cell, folder), receive)
-    if verdict is not None and verdict[0] == "refused":
-        raise Refused(verdict[1])
-    if verdict is not None:
-        return verdict[1]
-    reason = f"the process of this run ended early ({_how(exit_code)})"
+    limits = settings.runner.timeout, Deadline(settings.runner.max_minutes)
+    ended = _child("run_seed", (settings, seed, cell, folder), receive, *limits)
+    if ended.verdict is not None and ended.verdict[0] == "refused":
+        raise Refused(ended.verdict[1])
+    if ended.verdict is not None:
+        status, reason = ended.verdict[1]
+        if ended.out_of_time and status == "interrupted":
+            return "left", f"stopped {reason.removeprefix('SIGTERM ')}"
+        return status, reason
+    if ended.out_of_time:
+        return "left", f"{ended.how}; it goes on from the checkpoint before, if there is one"
+    reason = f"the process of this run ended early ({ended.how})"
     lost = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
-    lost.reason = reason
+    lost.reason, lost.traceback = reason, list(ended.words)
     try:
         write_run(folder, lost)
     except OSError as error:
@@ -238,109 +269,11 @@ def _run_seed(settings: Settings, seed: int, cell: str, folder: Path, reporter: 
     return "failed", reason
 
 
-def _device_name(device: str, kernels: str) -> str:
-    verdict, exit_code = _child("inspect_device", (device, kernels), lambda kind, payload: None)
-    if verdict is None:
-        raise Refused(f"device={device}: looking at the device ended early ({_how(exit_code)})")
-    kind, payload = verdict
+def _device_name(device: str, kernels: str, timeout: float | None) -> str:
+    ended = _child("inspect_device", (device, kernels), _hear_nothing, timeout)
+    if ended.verdict is None:
+        raise Refused(f"device={device}: looking at the device ended early ({ended.how})")
+    kind, payload = ended.verdict
     if kind == "refused":
         raise Refused(payload)
     return payload
-
-
-def _child(
-    entry: str, arguments: tuple, receive: Callable[[str, Any], None]
-) -> tuple[tuple[str, Any] | None, int | None]:
-    """Call ``worker.<entry>`` in a child and pass on its messages; returns the last one and the exit code.
-
-    The fork server imports torch once and never touches CUDA, so a child starts in
-    milliseconds and with a clean device.
-    """
-    # Threads that spin while they wait cost a busy two-core machine a factor of ten; the setting is read at start-up.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["triaccel_bench.worker"])
-    here, there = context.Pipe(duplex=False)
-    child = context.Process(target=_enter, args=(entry, there, arguments), daemon=True)
-    # Ctrl-C reaches the whole process group, and so may Slurm's signals; the parent decides and ends the child. The
-    # fork server, started here, is deaf to them, as nobody else can tell whether its children live, and hands its mask
-    # down to them; a child listens when it can stop in good order. The resource tracker comes before the two signals
-    # that its start unblocks.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        child.start()
-    except (EOFError, OSError):
-        # The fork server was killed; the next child starts a new one.
-        here.close()
-        return None, None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    there.close()
-    verdict = None
-    try:
-        while True:
-            kind, payload = here.recv()
-            if kind in ("device", "refused", "finished"):
-                verdict = (kind, payload)
-            else:
-                receive(kind, payload)
-    except EOFError:
-        child.join(timeout=5)
-    finally:
-        if verdict is None and child.is_alive():
-            _end(child, here)
-        here.close()
-        child.join()
-    return verdict, child.exitcode
-
-
-def _end(child: multiprocessing.Process, pipe: Connection) -> None:
-    """Ask the child to end, which then writes a checkpoint, and kill it if that takes too long.
-
-    Whoever interrupts may do so again, as ``timeout`` and Slurm do: that does not cut the wait short.
-    """
-    asked_again = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    here = threading.current_thread() is threading.main_thread()
-    # A call that does nothing, because Python complains of signals that come before they are ignored.
-    handlers = {number: signal.signal(number, lambda *_: None) for number in asked_again} if here else {}
-    try:
-        child.terminate()
-        until = time.monotonic() + SECONDS_TO_END
-        with contextlib.suppress(EOFError, OSError):
-            while (left := until - time.monotonic()) > 0 and pipe.poll(left):
-                # Taken from it, or a child with much to say would wait for ever.
-                pipe.recv()
-        child.join(timeout=max(1.0, until - time.monotonic()))
-        if child.is_alive():
-            child.kill()
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def _enter(entry: str, pipe: Connection, arguments: tuple) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    from triaccel_bench import worker
-
-    if entry != "run_seed":
-        # It has nothing to keep.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    getattr(worker, entry)(pipe, *arguments)
-
-
-def _end_with_parent() -> None:
-    """A parent killed outright cannot end its child; without this the child would train on, unseen, on the device."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
-
-
-def _how(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "it did not start: the server that forks children was killed"
-    if exit_code == -signal.SIGKILL:
-        return "signal SIGKILL, as when the machine's memory runs out: lower method.batch.max or evaluation.batch"
-    if exit_code < 0:
-        return f"signal {signal.Signals(-exit_code).name}"
-    return f"exit code {exit_code}"

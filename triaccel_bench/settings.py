@@ -223,6 +223,12 @@ class ResultsSettings(_Section):
     checkpoint_every: PositiveInt
 
 
+class RunnerSettings(_Section):
+    # Signs of life come once a second at most.
+    timeout: Annotated[float, Field(ge=2)] | None
+    max_minutes: PositiveFloat | None
+
+
 RELU_NETWORKS = ("resnet18", "resnet18_cifar", "resnet8")
 """Models whose logits are piecewise linear in each layer's weight."""
 MOST_JACOBIAN_ROWS = 512
@@ -239,6 +245,7 @@ class Settings(_Section):
     kernels: Literal["auto", "triton", "torch"]
     progress: Literal["auto", "rich", "plain", "none"]
     preflight: Literal["auto", "only", "off"]
+    on_failure: Literal["continue", "stop"]
     dataset: DatasetSettings
     model: ModelSettings
     method: MethodSettings
@@ -247,6 +254,7 @@ class Settings(_Section):
     engine: EngineSettings
     evaluation: EvaluationSettings
     results: ResultsSettings
+    runner: RunnerSettings
 
     @property
     def uses_budget(self) -> bool:
@@ -279,6 +287,11 @@ class Settings(_Section):
                     f"expected momentum above 0 and an interval of at least 2 / (1 - momentum){least}, over which its "
                     "average tells gradient from noise; set that, or method.batch.growth=model"
                 )
+        if self.runner.max_minutes is not None and not self.results.resume:
+            raise ValueError(
+                f"runner.max_minutes={self.runner.max_minutes:g} and results.resume=false: expected checkpoints to "
+                "stop at, for the next start to go on from; use results.resume=true"
+            )
         if self.device == "cpu" and self.kernels == "triton":
             raise ValueError("device=cpu and kernels=triton: expected a CUDA device for Triton; use kernels=auto")
         if self.memory.enforce and self.device == "cpu":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import http.client
 import logging
 import os
-import shutil
 import tarfile
 import tempfile
 import urllib.request
@@ -22,7 +21,10 @@ from PIL import Image
 from torchvision.datasets import CIFAR10, CIFAR100
 from torchvision.datasets.utils import calculate_md5
 
+from triaccel_bench import life
+
 DOWNLOAD_TIMEOUT_SECONDS = 30.0
+CHUNK_BYTES = 1 << 16
 
 _log = logging.getLogger(__name__)
 _CIFAR: dict[str, type[CIFAR10]] = {"cifar10": CIFAR10, "cifar100": CIFAR100}
@@ -163,7 +165,9 @@ def _fetch(archive: Path, cifar: type[CIFAR10], mirrors: tuple[str, ...], fault:
                 part = Path(folder) / cifar.filename
                 _log.info("fetching %s into %s", url, archive.parent)
                 with urllib.request.urlopen(url, timeout=DOWNLOAD_TIMEOUT_SECONDS) as response, part.open("wb") as file:
-                    shutil.copyfileobj(response, file)
+                    while chunk := response.read(CHUNK_BYTES):
+                        life.sign()
+                        file.write(chunk)
                 got = calculate_md5(part)
                 if got == cifar.tgz_md5:
                     os.replace(part, archive)
@@ -270,6 +274,7 @@ def _class_names(folder: Path) -> list[str]:
 
 def _read_image(file: Path, image_size: int) -> np.ndarray:
     remedy = "resize or convert it, or take it out of the class folder"
+    life.sign()
     try:
         with Image.open(file) as image:
             if image.size != (image_size, image_size):

@@ -41,6 +41,9 @@ REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)
 """Faults of the set-up, found before any step: they end the command with exit code 2 and leave no record."""
 
 
+MOST_LINES = 200
+"""Of a traceback in a record; the last of them."""
+
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":1024:2:16:8", "CUBLASLT_WORKSPACE_SIZE": "2048"}
 """2 MiB a handle. PyTorch's 8 MiB, and 32 on Hopper, for each of three would be a fifth of these models' memory."""
 
@@ -172,7 +175,7 @@ def _train(
         except REFUSALS:
             raise
         except Diverged as error:
-            run.status, run.reason = "diverged", str(error)
+            run.status, run.reason, run.traceback = "diverged", str(error), _lines(error)
             trainer.finish()
         except Exception as error:
             if cause_of(error) in (None, DOUBTFUL):
@@ -181,6 +184,7 @@ def _train(
                 batch = trainer.method.decision.batch if trainer else settings.method.batch.initial
                 said = (str(error).splitlines() or [type(error).__name__])[0]
                 run.status, run.reason = "oom", f"does not fit at batch {batch}: {said}"
+                run.traceback = _lines(error)
                 if trainer:
                     trainer.finish()
                     run.reason += f" (held between steps: {held(run.memory)})"
@@ -205,8 +209,12 @@ def _trainer(
 
 
 def _fail(run: RunRecord, error: Exception, emit) -> None:
-    run.status, run.reason = "failed", f"{type(error).__name__}: {error}"
-    emit("note", {"text": "".join(traceback.format_exception(error))})
+    run.status, run.reason, run.traceback = "failed", f"{type(error).__name__}: {error}", _lines(error)
+    emit("note", {"text": "\n".join(run.traceback)})
+
+
+def _lines(error: Exception) -> list[str]:
+    return "".join(traceback.format_exception(error)).splitlines()[-MOST_LINES:]
 
 
 def provenance(found: Hardware) -> Provenance:
