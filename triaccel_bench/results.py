@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def read_results(folders: Iterable[Path]) -> Results:
         if not folder.is_dir()
     ]
     kept: dict[tuple[str, int, str | None], tuple[Path, RunRecord]] = {}
-    found = {os.path.realpath(path): path for folder in folders for path in folder.rglob(RUN_FILE)}
+    found = {os.path.realpath(path): path for folder in folders for path in run_files(folder, problems)}
     for path in sorted(found.values()):
         try:
             run = read_run(path)
@@ -47,6 +47,18 @@ def read_results(folders: Iterable[Path]) -> Results:
             kept[key], unused = (path, run), rival_path
         problems.append(f"{unused}: seed {run.seed} of cell {run.cell} is recorded twice; used: {kept[key][0]}")
     return Results(tuple(run for _, run in kept.values()), tuple(problems))
+
+
+def run_files(folder: Path, problems: list[str]) -> Iterator[Path]:
+    """Every ``run.json`` below a folder; what cannot be looked into becomes a problem."""
+
+    def hidden(error: OSError) -> None:
+        if error.filename != str(folder):
+            problems.append(f"{error.filename}: expected a folder that can be read, got {error}; give it read permission")
+
+    for place, folders, files in os.walk(folder, onerror=hidden):
+        if RUN_FILE in files or RUN_FILE in folders:
+            yield Path(place, RUN_FILE)
 
 
 def _standing(run: RunRecord) -> tuple[bool, str]:
