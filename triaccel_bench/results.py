@@ -54,7 +54,9 @@ def run_files(folder: Path, problems: list[str]) -> Iterator[Path]:
 
     def hidden(error: OSError) -> None:
         if error.filename != str(folder):
-            problems.append(f"{error.filename}: expected a folder that can be read, got {error}; give it read permission")
+            problems.append(
+                f"{error.filename}: expected a folder that can be read, got {error}; give it read permission"
+            )
 
     for place, folders, files in os.walk(folder, onerror=hidden):
         if RUN_FILE in files or RUN_FILE in folders:

@@ -7,6 +7,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from triaccel_bench.identity import RESULTS_VERSION, identity
-from triaccel_bench.preflight import Check, Report
+from triaccel_bench.preflight import RECORD_BYTES, Check, Report, space
 from triaccel_bench.progress import Reporter
 from triaccel_bench.records import (
     CHECKPOINT_FILE,
@@ -146,11 +147,16 @@ def _run_cell(
             if settings.results.reuse and _finished(path, cell, seed, reporter):
                 reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
                 # Of a run that was killed between its record and its end.
-                (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
                 outcomes.append(Outcome(label, seed, "done", None, path, reused=True))
                 continue
             if obstacle is not None:
                 raise Refused(obstacle)
+            room = space(folder, RECORD_BYTES, 0, ())
+            if settings.preflight != "off" and room.verdict == "fails":
+                # Runs before this one, or others, have filled the disk; it would train for nothing.
+                raise Refused(room.sentence)
             reporter.start(f"{label}/seed {seed}", settings.memory.meter)
             status, reason = _run_seed(settings, seed, cell, folder, reporter)
             if status != "done":
@@ -190,7 +196,8 @@ def _claimed(folder: Path, label: str, reporter: Reporter) -> Iterator[None]:
             pass
         for name in (RUN_FILE, TRACE_FILE, CHECKPOINT_FILE):
             for part in folder.glob(f".{name}.*"):
-                part.unlink()
+                with contextlib.suppress(OSError):
+                    part.unlink()
         yield
     finally:
         os.close(handle)
@@ -258,6 +265,12 @@ def _child(
     """
     # Threads that spin while they wait cost a busy two-core machine a factor of ten; the setting is read at start-up.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        # The fork server's sockets lie there.
+        said = f"expected a folder for temporary files that can be written, got none ({error})"
+        raise Refused(f"TMPDIR: {said}; set TMPDIR to one") from None
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["triaccel_bench.worker"])
     here, there = context.Pipe(duplex=False)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from triaccel_bench.layout import to_csv, to_latex, to_markdown
-from triaccel_bench.records import write_atomically
+from triaccel_bench.records import write_together
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.stats import why_excluded
 from triaccel_bench.tables import audit_table, table1, table2
@@ -79,11 +79,12 @@ def _write_tables(results: Results, out: Path) -> int:
     tables = {"table1": table1(results), "table2": table2(results)}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        written = [
-            write_atomically(out / f"{name}.{suffix}", writer(table).encode())
+        written = {
+            out / f"{name}.{suffix}": writer(table).encode()
             for name, table in tables.items()
             for suffix, writer in _WRITERS.items()
-        ]
+        }
+        write_together(written)
     except OSError as error:
         print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
         return REFUSED
