@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test tables bench bench-curvature bench-memory clean
+.PHONY: help install demo test tables bench bench-curvature bench-memory reference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,10 @@ bench-curvature: $(INSTALLED) ## of these the probes alone; pip install -e '.[cu
 
 bench-memory: $(INSTALLED) ## of these memory alone: less of it, batches that fill a budget, shortages that pass
 	$(BIN)/python scripts/bench_memory.py
+
+reference: $(INSTALLED) ## this box's records, checked and packed into results/reference/$(BOX): make reference BOX=t4-colab DEVICE=T4
+	@code=0; $(BIN)/triaccel-tables pack --box '$(BOX)' --device '$(DEVICE)' || code=$$?; \
+	if [ $$code -lt 2 ]; then $(BIN)/triaccel-tables boxes; fi; exit $$code
 
 clean: ## remove .venv and build products; results stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache

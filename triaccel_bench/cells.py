@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from triaccel_bench.identity import identifying_settings
@@ -51,6 +52,27 @@ class Cell:
                 return run.train_samples, run.evaluation_samples
         dataset = self.settings["dataset"]
         return dataset["train_size"], dataset["test_size"]
+
+    @cached_property
+    def identifying(self) -> dict[str, str]:
+        """What names this cell, as text by dotted key."""
+        try:
+            tree = identifying_settings(self.settings)
+        except KeyError:
+            # A record of another version, without some of today's settings: all that it has is compared.
+            tree = self.settings
+        flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(tree)}
+        return flat | {"device": str(self.device_name), "results_version": str(self.runs[0].results_version)}
+
+    @cached_property
+    def shared(self) -> dict[str, str]:
+        """Of ``identifying`` what cells of two methods must have in common to be compared."""
+        read = {key: value for key, value in self.identifying.items() if not key.startswith(_OF_THE_METHOD)}
+        return read | {"batch.initial": str(self.settings["method"]["batch"]["initial"]), "memory.meter": self.meter}
+
+    @cached_property
+    def has_memory(self) -> bool:
+        return self.mean("memory_peak_bytes") is not None
 
     def mean(self, quantity: str) -> Mean | None:
         """Mean of a ``RunSummary`` field over the finished seeds that measured it."""
@@ -109,7 +131,7 @@ def _told_apart(alike: list[Cell]) -> Iterator[Cell]:
     if len(alike) == 1:
         yield from alike
         return
-    flat = [_identifying(cell) for cell in alike]
+    flat = [cell.identifying for cell in alike]
     keys = sorted({key for settings in flat for key in settings})
     differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
     variants = [
@@ -123,7 +145,7 @@ def _told_apart(alike: list[Cell]) -> Iterator[Cell]:
 
 def baseline(cell: Cell, found: Iterable[Cell]) -> Cell | None:
     """The one fp32 cell, with memory of the same meter, that differs from ``cell`` in its method and budget alone."""
-    alike = [other for other in _fp32_cells(cell, found) if _measured(other) and not _differences(cell, other)]
+    alike = [other for other in _fp32_cells(cell, found) if other.has_memory and other.shared == cell.shared]
     return alike[0] if len(alike) == 1 else None
 
 
@@ -132,7 +154,7 @@ def why_no_baseline(cell: Cell, found: Iterable[Cell]) -> str:
     candidates = _fp32_cells(cell, found)
     if not candidates:
         return "there is no fp32 cell of this data set and model"
-    measured = [other for other in candidates if _measured(other)]
+    measured = [other for other in candidates if other.has_memory]
     if not measured:
         return "the fp32 cell has no finished seed with a memory reading"
     differences = min((_differences(cell, other) for other in measured), key=len)
@@ -145,30 +167,11 @@ def _fp32_cells(cell: Cell, found: Iterable[Cell]) -> list[Cell]:
     return [other for other in found if names(other) == (cell.dataset, cell.model, "fp32")]
 
 
-def _measured(cell: Cell) -> bool:
-    return cell.mean("memory_peak_bytes") is not None
-
-
 def _differences(cell: Cell, other: Cell) -> list[str]:
     """How ``other`` differs in what two methods share, one "setting=value (here value)" each."""
-
-    def shared(one: Cell) -> dict[str, str]:
-        read = {key: value for key, value in _identifying(one).items() if not key.startswith(_OF_THE_METHOD)}
-        return read | {"batch.initial": str(one.settings["method"]["batch"]["initial"]), "memory.meter": one.meter}
-
-    ours, theirs = shared(cell), shared(other)
+    ours, theirs = cell.shared, other.shared
     keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
     return [f"{_short(key)}={theirs.get(key)} (here {ours.get(key)})" for key in keys]
-
-
-def _identifying(cell: Cell) -> dict[str, str]:
-    try:
-        tree = identifying_settings(cell.settings)
-    except KeyError:
-        # A record of another version, without some of today's settings: all that it has is compared.
-        tree = cell.settings
-    flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(tree)}
-    return flat | {"device": str(cell.device_name), "results_version": str(cell.runs[0].results_version)}
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,19 +16,17 @@ import re
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from triaccel_bench import deadline, preflight
-from triaccel_bench.configuration import CONFIG_PACKAGE, to_settings
+from triaccel_bench.configuration import CONFIG_PACKAGE, FOLDERS_OF_HYDRA, to_settings
 from triaccel_bench.outcomes import Asked, Outcome, closing_lines, exit_code
 from triaccel_bench.progress import open_reporter
 from triaccel_bench.results import read_results
@@ -76,13 +74,10 @@ def run(arguments: list[str]) -> int:
     asked: list[Asked] = []
     mistakes: list[Exception] = []
     outcomes: list[Outcome] = []
-    folders: set[Path] = set()
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_PACKAGE}", config_name="config")
     def job(config: DictConfig) -> None:
         local = HydraConfig.get().launcher._target_ == _LOCAL_LAUNCHER
-        if local:
-            folders.add(_folder_of_hydra())
         try:
             settings = to_settings(config)
         except (SettingsError, OmegaConfBaseException) as error:
@@ -103,11 +98,13 @@ def run(arguments: list[str]) -> int:
         try:
             _compose(job)
         finally:
-            _remove(folders)
+            _remove_folders_of_hydra()
         if mistakes:
             raise mistakes[0]
         try:
             outcomes.extend(_run(jobs, asked))
+            if sys.stdout is not None:
+                sys.stdout.flush()
         except SystemExit:
             # rich answers a closed pipe with it.
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
@@ -118,7 +115,14 @@ def run(arguments: list[str]) -> int:
         print("triaccel-bench: interrupted; finished seeds are kept, run the same command to go on", file=sys.stderr)
         return 130
     except OSError as error:
-        # Runs report their own faults: this is our output, closed by its reader or on a full disk.
+        # Runs report their own faults.
+        if _output_stands(error):
+            print(
+                f"triaccel-bench: expected files and processes from the system, got {error}; finished seeds are kept, "
+                "run the same command to go on",
+                file=sys.stderr,
+            )
+            return 2
         silence_output()
         print(
             f"triaccel-bench: output closed ({error}); finished seeds are kept, run the same command to go on",
@@ -130,23 +134,34 @@ def run(arguments: list[str]) -> int:
     return exit_code(outcomes)
 
 
-def _folder_of_hydra() -> Path:
-    config = HydraConfig.get()
-    return Path(config.sweep.dir if config.mode == RunMode.MULTIRUN else config.runtime.output_dir)
+def _output_stands(error: OSError) -> bool:
+    """Whether it is not our output that failed, closed by its reader or on a full disk."""
+    if error.filename is not None:
+        return True
+    if isinstance(error, BrokenPipeError):
+        return False
+    try:
+        if sys.stdout is not None:
+            # Python forgets what it could not write, so that flushing alone would tell nothing.
+            print(flush=True)
+    except OSError:
+        return False
+    return True
 
 
-def _remove(folders: set[Path]) -> None:
+def _remove_folders_of_hydra() -> None:
     """Hydra makes a folder a command, and nothing of ours goes into it: settings are in each run's record.
 
     A folder that the user named is the user's; of ours, only what is empty goes.
     """
-    for folder in folders:
-        if folder.parent.name != ".hydra":
-            continue
-        (folder / "multirun.yaml").unlink(missing_ok=True)
-        for empty in (*folder.glob("*"), folder, folder.parent):
-            with contextlib.suppress(OSError):
-                empty.rmdir()
+    while FOLDERS_OF_HYDRA:
+        folder = FOLDERS_OF_HYDRA.pop()
+        with contextlib.suppress(OSError):
+            (folder / "multirun.yaml").unlink(missing_ok=True)
+            jobs = [*folder.iterdir()]
+            for empty in (*jobs, folder):
+                with contextlib.suppress(OSError):
+                    empty.rmdir()
 
 
 def _hydra_arguments(arguments: list[str]) -> list[str]:
@@ -184,6 +199,8 @@ def _compose(job: Callable[[], None]) -> None:
     except (HydraException, OmegaConfBaseException, SettingsError, Refused, BrokenPipeError):
         raise
     except OSError as error:
+        if not _output_stands(error):
+            raise
         raise SettingsError(
             f"results.root: expected a folder in which Hydra can make its own, got {error}; name another by "
             "results.root, or where you set those by hydra.run.dir and hydra.sweep.dir"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -12,9 +14,19 @@ from triaccel_bench.settings import Settings
 
 CONFIG_PACKAGE = "triaccel_bench.conf"
 
-# Hydra's own folders carry the process id, so that two sweeps begun in one second do not share one.
-OmegaConf.register_new_resolver("process_id", os.getpid, replace=True)
-OmegaConf.register_new_resolver("expanded", os.path.expanduser, replace=True)
+FOLDERS_OF_HYDRA: set[Path] = set()
+"""Those that this command has told Hydra to make, whether it has come to that or not."""
+_COMMAND = secrets.token_hex(4)
+
+
+def _folder_of_hydra(root: str, started: str) -> str:
+    """A folder that no other command has, whatever its clock says and whichever machine's process number it has."""
+    folder = Path(os.path.expanduser(root)) / f".hydra-{started}-{_COMMAND}"
+    FOLDERS_OF_HYDRA.add(folder)
+    return str(folder)
+
+
+OmegaConf.register_new_resolver("folder_of_hydra", _folder_of_hydra, use_cache=True, replace=True)
 
 
 def to_settings(config: DictConfig) -> Settings:

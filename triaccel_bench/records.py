@@ -10,8 +10,8 @@ import gzip
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -256,14 +256,20 @@ class Trace(_Record):
 
 
 def write_run(folder: Path, run: RunRecord, trace: Trace | None = None) -> Path:
-    """Write the trace, then ``run.json``; a reader that finds ``run.json`` finds a whole run."""
+    """Write the trace, then ``run.json``; a reader that finds ``run.json`` finds a whole run.
+
+    Raises:
+        OSError: not both could be written; those of before are then as they were.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    contents = {folder / RUN_FILE: (run.model_dump_json(indent=1) + "\n").encode()}
+    if trace is not None:
+        packed = gzip.compress(trace.model_dump_json().encode(), mtime=0)
+        contents = {folder / TRACE_FILE: packed, **contents}
+    write_together(contents)
     if trace is None:
         (folder / TRACE_FILE).unlink(missing_ok=True)
-    else:
-        packed = gzip.compress(trace.model_dump_json().encode(), mtime=0)
-        write_atomically(folder / TRACE_FILE, packed)
-    return write_atomically(folder / RUN_FILE, (run.model_dump_json(indent=1) + "\n").encode())
+    return folder / RUN_FILE
 
 
 def read_run(path: Path) -> RunRecord:
@@ -293,24 +299,53 @@ def _read(path: Path, load):
 
 def write_atomically(path: Path, content: bytes) -> Path:
     """Temporary name, fsync, rename: a reader sees the old file or the new one, never a part."""
-    with replacing(path) as file:
-        file.write(content)
+    write_together({path: content})
     return path
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Files that belong together: none of them changes before all lie on the disk.
+
+    Raises:
+        OSError: there was no room, say; nothing has changed then, and nothing is left over.
+    """
+    with _beside() as opened:
+        for path, content in contents.items():
+            opened(path).write(content)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of ``path`` once it is complete and on the disk; otherwise nothing has changed."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with _beside() as opened:
+        yield opened(path)
+
+
+@contextmanager
+def _beside() -> Iterator[Callable[[Path], BinaryIO]]:
+    """Opens temporary files beside those that they take the place of at the end."""
+    staged: list[tuple[BinaryIO, Path, Path]] = []
+
+    def opened(path: Path) -> BinaryIO:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        staged.append((os.fdopen(handle, "wb"), Path(temporary), path))
+        return staged[-1][0]
+
     try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
+        yield opened
+        for file, temporary, _ in staged:
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
+            file.close()
+            os.chmod(temporary, 0o644)
+        for _, temporary, path in staged:
+            os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        for file, temporary, _ in staged:
+            with suppress(OSError):
+                # It would write what the disk has no room for.
+                file.close()
+            temporary.unlink(missing_ok=True)
         raise
 
 

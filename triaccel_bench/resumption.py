@@ -132,10 +132,18 @@ class Keeper:
             save(self.path, self._owner, state)
             fault = None
         except (OSError, RuntimeError) as error:
-            fault = (str(error).splitlines() or [type(error).__name__])[0]
+            fault = (str(_first_cause(error)).splitlines() or [type(error).__name__])[0]
         self._since = self._now()
         self._last_took = self._since - begun
         return fault, self._last_took
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """What the system said of a full disk, say: torch tells of it in words about its archive."""
+    first = error
+    while not isinstance(first, OSError) and first.__context__ is not None:
+        first = first.__context__
+    return first if isinstance(first, OSError) else error
 
 
 def save(path: Path, owner: Owner, state: Mapping[str, Any]) -> None:

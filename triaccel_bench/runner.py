@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from triaccel_bench.child import call as _child
+from triaccel_bench import child
+from triaccel_bench.child import Ended
 from triaccel_bench.deadline import Deadline
 from triaccel_bench.identity import RESULTS_VERSION, identity
 from triaccel_bench.outcomes import Outcome
-from triaccel_bench.preflight import Check, Report
+from triaccel_bench.preflight import RECORD_BYTES, Check, Report, space
 from triaccel_bench.progress import Reporter
 from triaccel_bench.records import (
     CHECKPOINT_FILE,
@@ -153,11 +155,16 @@ def _run_cell(
             if settings.results.reuse and _finished(path, cell, seed, reporter):
                 reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
                 # Of a run that was killed between its record and its end.
-                (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
                 outcomes.append(Outcome(label, seed, "done", None, path, reused=True, number=number))
                 continue
             if obstacle is not None:
                 raise Refused(obstacle)
+            room = space(folder, RECORD_BYTES, 0, ())
+            if settings.preflight != "off" and room.verdict == "fails":
+                # Runs before this one, or others, have filled the disk; it would train for nothing.
+                raise Refused(room.sentence)
             reporter.start(f"{label}/seed {seed}", settings.memory.meter)
             status, reason = _run_seed(settings, seed, cell, folder, reporter)
             if status != "done":
@@ -202,7 +209,8 @@ def _claimed(folder: Path, label: str, reporter: Reporter, deadline: Deadline) -
             pass
         for name in (RUN_FILE, TRACE_FILE, CHECKPOINT_FILE):
             for part in folder.glob(f".{name}.*"):
-                part.unlink()
+                with contextlib.suppress(OSError):
+                    part.unlink()
         yield True
     finally:
         os.close(handle)
@@ -277,3 +285,19 @@ def _device_name(device: str, kernels: str, timeout: float | None) -> str:
     if kind == "refused":
         raise Refused(payload)
     return payload
+
+
+def _child(
+    entry: str,
+    arguments: tuple,
+    receive: Callable[[str, Any], None],
+    timeout: float | None,
+    deadline: Deadline | None = None,
+) -> Ended:
+    try:
+        tempfile.gettempdir()
+    except OSError as error:
+        # The fork server's sockets lie there.
+        said = f"expected a folder for temporary files that can be written, got none ({error})"
+        raise Refused(f"TMPDIR: {said}; set TMPDIR to one") from None
+    return child.call(entry, arguments, receive, timeout, deadline)

@@ -176,7 +176,8 @@ def _row2(cell: Cell, sheet: Sheet) -> _Row:
 def _table(title: str, text: list[str], sheet: Sheet, make_row: Callable[[Cell, Sheet], _Row]) -> Table:
     # Made from every cell, then cut, so that a table without rows keeps its columns.
     every = [make_row(cell, sheet) for cell in sheet.found]
-    belongs = [row.cell in sheet.cells for row in every]
+    belonging = set(map(id, sheet.cells))
+    belongs = [id(row.cell) in belonging for row in every]
     rows = [row for row, kept in zip(every, belongs, strict=True) if kept]
     columns = [*every[0].shown] if every else [*LABELS1]
     # Where no row has a figure, the column would only cost width; the CSV keeps it.

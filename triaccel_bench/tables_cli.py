@@ -1,18 +1,26 @@
-"""``triaccel-tables``: Tables 1 and 2 from run records, and the audit of the paper's own numbers. Imports no torch."""
+"""``triaccel-tables``: Tables 1 and 2 from run records, the audit of the paper's own numbers, and packs of records that
+others can read. Imports no torch."""
 
 from __future__ import annotations
 
 import argparse
+import gc
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
+from triaccel_bench.boxes import boxes_table
 from triaccel_bench.layout import to_csv, to_latex, to_markdown
-from triaccel_bench.records import write_atomically
+from triaccel_bench.records import write_together
+from triaccel_bench.reference import NoPack, pack
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.stats import why_excluded
 from triaccel_bench.tables import audit_table, table1, table2
 from triaccel_bench.terminal import render_terminal, silence_output
+
+REFERENCE = Path("results/reference")
 
 DONE, NOTHING_USABLE, REFUSED = 0, 1, 2
 
@@ -23,12 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write the tables, or print the audit. Returns the exit code.
 
     0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
-    records but none is of a finished run; 2: no records, nowhere to write, or a bad command line.
+    records but none is of a finished run, or a pack was made without some of them; 2: no records,
+    nowhere to write, or a bad command line.
     A reader that closes the pipe early has seen enough: that is no fault.
     """
     options = _parser().parse_args(arguments)
     try:
-        code = _run(options)
+        with _no_collector():
+            code = _run(options)
         if sys.stdout is not None:
             sys.stdout.flush()
         return code
@@ -42,10 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return REFUSED
 
 
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Thousands of records are millions of objects, all of which live to the end: walking them doubles the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def _run(options: argparse.Namespace) -> int:
     if options.command == "audit":
         render_terminal(audit_table())
         return DONE
+    if options.command == "pack":
+        return _pack(options)
+    if options.command == "boxes":
+        return _write_boxes(options)
     results = read_results(options.results)
     if results.runs:
         return _write_tables(results, options.out)
@@ -60,15 +86,57 @@ def _run(options: argparse.Namespace) -> int:
     return REFUSED
 
 
+def _pack(options: argparse.Namespace) -> int:
+    """Pack the records of one box, then make its tables from what lies in the pack."""
+    if options.box is None:
+        print("--box: expected a name for the box, such as t4-colab, got none; add --box NAME", file=sys.stderr)
+        return REFUSED
+    out = REFERENCE / options.box
+    try:
+        packed = pack(options.results, out, options.device)
+    except NoPack as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"{out}: expected a folder that can be written, got {error}; free space there", file=sys.stderr)
+        return REFUSED
+    for sentence in packed.refused:
+        print(f"Left out: {sentence}", file=sys.stderr)
+    print(f"Packed: {packed.records} records in {packed.folder}; {len(packed.refused)} left out")
+    code = _write_tables(read_results([out]), out / "tables")
+    return code or (NOTHING_USABLE if packed.refused else DONE)
+
+
+def _write_boxes(options: argparse.Namespace) -> int:
+    table = boxes_table(read_results(sorted(REFERENCE.glob("*/runs"))))
+    files = {REFERENCE / f"boxes.{suffix}": writer(table).encode() for suffix, writer in _WRITERS.items()}
+    try:
+        REFERENCE.mkdir(parents=True, exist_ok=True)
+        write_together(files)
+    except OSError as error:
+        print(f"{REFERENCE}: expected a folder that can be written, got {error}; free space there", file=sys.stderr)
+        return REFUSED
+    render_terminal(table)
+    print(f"Written: {', '.join(map(str, files))}")
+    return DONE
+
+
+def _box(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
+        raise argparse.ArgumentTypeError(f"expected lower-case letters, digits, dots and dashes, got {text}")
+    return text
+
+
 def _write_tables(results: Results, out: Path) -> int:
     tables = {"table1": table1(results), "table2": table2(results)}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        written = [
-            write_atomically(out / f"{name}.{suffix}", writer(table).encode())
+        written = {
+            out / f"{name}.{suffix}": writer(table).encode()
             for name, table in tables.items()
             for suffix, writer in _WRITERS.items()
-        ]
+        }
+        write_together(written)
     except OSError as error:
         print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
         return REFUSED
@@ -90,9 +158,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("tables", "audit"),
+        choices=("tables", "audit", "pack", "boxes"),
         default="tables",
-        help="tables (the default), or audit: the paper's claims recomputed from its own printed numbers",
+        help="tables (the default); audit: the paper's claims recomputed from its own printed numbers; pack: this "
+        "box's records, checked, into results/reference/<box>; boxes: what was measured on which device there",
     )
     parser.add_argument(
         "--results",
@@ -108,6 +177,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         default=Path("results/tables"),
         help="where table1 and table2 are written as .md, .csv and .tex (default: results/tables)",
+    )
+    parser.add_argument(
+        "--box", type=_box, metavar="NAME", help="of pack: how this machine is called, such as t4-colab"
+    )
+    parser.add_argument(
+        "--device", default="", metavar="TEXT", help="of pack: part of the device's name, where --results holds several"
     )
     return parser
 

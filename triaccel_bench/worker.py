@@ -10,10 +10,11 @@ import hashlib
 import os
 import platform
 import subprocess
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from importlib import resources
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -114,6 +115,7 @@ def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder:
 def _run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder: Path, emit, stop: Stop) -> None:
     run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
     trace = keeper = None
+    begun = time.monotonic()
     try:
         found = hardware_module.inspect(settings.device, settings.kernels)
         run.provenance = provenance(found)
@@ -135,7 +137,7 @@ def _run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder
     if run.provenance is not None:
         # Read while the card is still warm from the last epoch; at the start it idles.
         run.provenance.sm_clock_mhz, run.provenance.temperature_celsius = card_state(found)
-        run.provenance.finished_at = _now()
+        run.provenance.finished_at = _after(run.provenance.started_at, time.monotonic() - begun)
     try:
         write_run(folder, run, trace)
     except OSError as error:
@@ -143,7 +145,8 @@ def _run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder
         run.status = "failed"
     if run.status in ("done", "diverged"):
         # Only now: until the record is there, nothing else holds what was trained.
-        (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
+        with suppress(OSError):
+            (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     pipe.send(("finished", (run.status, run.reason)))
 
 
@@ -289,3 +292,8 @@ def _git(root: Path, *arguments: str) -> str:
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def _after(time_of_day: str, seconds: float) -> str:
+    """So that no run ends before it began where the machine's clock is put right meanwhile."""
+    return (datetime.fromisoformat(time_of_day) + timedelta(seconds=seconds)).isoformat(timespec="seconds")
