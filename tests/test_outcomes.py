@@ -174,6 +174,24 @@ def test_the_time_of_the_whole_sweep_counts_and_the_next_start_goes_on(tmp_path,
     assert 0 < steps[0] < steps[1]
 
 
+def test_after_a_run_that_was_stopped_for_the_time_none_begins(tmp_path, monkeypatch):
+    """It was given room for its own pace, more than one that has not begun would need."""
+    begun = []
+
+    def stopped(entry, arguments, *_):
+        begun.append(arguments[1])
+        return Ended(
+            ("finished", ("interrupted", "SIGTERM at epoch 2, step 4; its checkpoint is kept")), 0, out_of_time=True
+        )
+
+    monkeypatch.setattr(runner, "_child", stopped)
+    monkeypatch.setattr(runner, "_device_name", lambda *_: "cpu")
+    chosen = settings(f"results.root={tmp_path}", "seeds=[0,1]", "runner.max_minutes=700")
+    first, second = runner.run_cells([chosen], Reporter())
+    assert (first.status, first.reason) == ("left", "stopped at epoch 2, step 4; its checkpoint is kept")
+    assert second.status == "left" and begun == [0]
+
+
 def test_finished_runs_are_not_left_however_late_it_is(tmp_path, monkeypatch):
     failing_first(monkeypatch, status="done")
     monkeypatch.setattr(runner, "_finished", lambda path, cell, seed, reporter: seed == 1)

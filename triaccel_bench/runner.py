@@ -122,7 +122,7 @@ def seed_folder(settings: Settings, cell: str, seed: int) -> Path:
 
 def _halt(settings: Settings, outcomes: Sequence[Outcome]) -> Literal["left", "skipped"] | None:
     """What becomes of a run that has not begun, if it is not to begin any more."""
-    if Deadline(settings.runner.max_minutes).near():
+    if any(outcome.status == "left" for outcome in outcomes) or Deadline(settings.runner.max_minutes).near():
         return "left"
     if settings.on_failure == "stop" and any(outcome.failed for outcome in outcomes):
         return "skipped"
