@@ -60,7 +60,7 @@ LEVELS = {
         "jacobian",
     },
     3: {"preflight", "engine", "footers", "sheet", "curvature", "reference"},
-    4: {"inspection", "pace", "anatomy", "ledger", "methods", "tables", "boxes", "recovery"},
+    4: {"inspection", "pace", "anatomy", "ledger", "methods", "tables", "differences", "boxes", "recovery"},
     5: {"assembly", "loop"},
     6: {"trainer"},
     7: {"worker"},

@@ -149,6 +149,13 @@ def baseline(cell: Cell, found: Iterable[Cell]) -> Cell | None:
     return alike[0] if len(alike) == 1 else None
 
 
+def counterpart(cell: Cell, found: Iterable[Cell], method: str) -> Cell | None:
+    """The one cell of ``method`` with a finished seed that differs from ``cell`` in its method and budget alone."""
+    wanted = cell.dataset, cell.model, method
+    alike = [other for other in found if names(other) == wanted and other.summaries and other.shared == cell.shared]
+    return alike[0] if len(alike) == 1 else None
+
+
 def why_no_baseline(cell: Cell, found: Iterable[Cell]) -> str:
     """For a cell without ``baseline``: what there is instead, as a phrase."""
     candidates = _fp32_cells(cell, found)

@@ -2,7 +2,8 @@
 
 Methods are paired by seed: a seed fixes weights, order and augmentation, so that much of what its runs have in
 common drops out of their difference. Differences of accuracy are in points; times, bytes and scores are compared as
-ratios, through the differences of their logarithms. Knows nothing of runs.
+ratios, through the differences of their logarithms. Knows nothing of runs. scipy is imported where it is needed,
+since whoever only asks for help would wait for it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
-
-from scipy import optimize, stats
 
 CONFIDENCE = 0.95
 POWER = 0.80
@@ -57,6 +56,8 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float], ratio: bool =
     if not all(math.isfinite(value) for pair in pairs for value in pair) or (ratio and lowest <= 0):
         expected = "positive and finite" if ratio else "finite"
         raise ValueError(f"expected {expected} values, got {pairs}; a figure that was not measured has no place here")
+    from scipy import stats
+
     apart = [math.log(a / b) if ratio else a - b for a, b in pairs]
     back = math.exp if ratio else float
     mean, n = statistics.fmean(apart), len(apart)
@@ -77,6 +78,8 @@ def _shift(n: int) -> float:
 
     To find the wrong sign is no success, and so is not counted.
     """
+    from scipy import optimize, stats
+
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)
 
     def missing(shift: float) -> float:
@@ -113,6 +116,8 @@ def not_inferior(ours: Mapping[int, float], theirs: Mapping[int, float], margin:
         return None
     if found.errors is None:
         return Bound(None, margin, found.n)
+    from scipy import stats
+
     quantile = float(stats.t.ppf(CONFIDENCE, found.n - 1))
     return Bound(quantile * found.errors[0] - found.mean, margin, found.n)
 

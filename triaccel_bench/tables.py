@@ -11,7 +11,7 @@ from typing import Any
 
 import pandas
 
-from triaccel_bench import footers, paper
+from triaccel_bench import compare, footers, paper
 from triaccel_bench.cells import Cell, baseline, why_no_baseline
 from triaccel_bench.footers import NOT_MEASURED
 from triaccel_bench.labels import configuration_label, is_whole, method_label
@@ -36,6 +36,8 @@ SCORE_TEXT = (
 )
 NO_SCORE_TEXT = "No scores: they need VRAM."
 BATCH_TEXT = "Batch: samples a step, mean (smallest-largest) where it moved. Executed: layers by dtype at the end."
+NOISE = "Noise (%)"
+NOISE_TEXT = "Noise: (longest - shortest) / shortest time of the seeds."
 RESERVED, PROBE_SECONDS, PROBE_MEMORY = "Reserved (GB)", "Probes (s)", "Probes (GB)"
 RESERVED_TEXT = "Reserved: the most that the allocator held at an epoch's end, the data set on the device included."
 PROBE_SECONDS_TEXT = "their part of the time"
@@ -58,7 +60,8 @@ def table1(results: Results) -> Table:
     """Table 1: accuracy, time, memory and score of every cell. Scores are taken per seed, then averaged."""
     sheet = Sheet(results, method_label)
     scores = SCORE_TEXT if any(cell.mean("score") for cell in sheet.cells) else NO_SCORE_TEXT
-    text = [TIME_TEXT, footers.timing_text(sheet.cells), scores, *_memory_texts(sheet, True), BATCH_TEXT]
+    noise = [NOISE_TEXT] if any(len(cell.summaries) > 1 for cell in sheet.cells) else []
+    text = [TIME_TEXT, *noise, footers.timing_text(sheet.cells), scores, *_memory_texts(sheet, True), BATCH_TEXT]
     return _table("Table 1: performance and efficiency", text, sheet, _row1)
 
 
@@ -103,9 +106,11 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
     epochs = cell.runs[0].epochs_planned
     timed = max((summary.seconds_epochs for summary in cell.summaries), default=None)
     budget = cell.mean("budget_bytes")
+    noise = compare.spread([summary.seconds for summary in cell.summaries if summary.seconds])
     shown = dict(zip(LABELS1, sheet.names(cell), strict=True)) | {
         "Acc (%)": _shown(cell, cell.mean("accuracy_percent"), 2),
         "Time (s)": _shown(cell, cell.mean("seconds"), 3),
+        NOISE: NOT_MEASURED if noise is None else f"{100 * noise:.1f}",
         sheet.memory_header: _memory_shown(cell, sheet),
         "Eff. Score": _shown(cell, cell.mean("score"), 2),
         "Score (device %)": _shown(cell, cell.mean("score_percent"), 2),
@@ -127,6 +132,7 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
     data |= _memory_data(cell) | _spread("probe_seconds_per_epoch", cell.mean("probe_seconds"))
     for name, quantity in (("score", "score"), ("score_percent", "score_percent"), ("batch_samples", "batch_mean")):
         data |= _spread(name, cell.mean(quantity))
+    data |= {"score_propagated_std": _propagated_score(cell), "train_seconds_noise": noise}
     data |= dict(zip(("batch_samples_min", "batch_samples_max"), _batch_range(cell), strict=True))
     data |= {"layers_requested": footers.requested_layers(cell), "layers_executed": footers.executed_layers(cell)}
     data |= _spread("skipped_steps", cell.mean("steps_skipped")) | _spread("budget_bytes", budget)
@@ -208,6 +214,14 @@ def _table(title: str, text: list[str], sheet: Sheet, make_row: Callable[[Cell, 
         tail_columns=sum(name.startswith("Paper: ") for name in header),
         folding=frozenset({EXECUTED}),
     )
+
+
+def _propagated_score(cell: Cell) -> float | None:
+    """The score's standard deviation by those of its three factors, as if they varied apart from one another."""
+    score, factors = cell.mean("score"), [cell.mean(q) for q in ("accuracy_percent", "seconds", "memory_peak_bytes")]
+    if score is None or any(each is None or each.std is None for each in factors):
+        return None
+    return compare.propagated(score.mean, *(each.std / each.mean for each in factors))
 
 
 def _as_in_the_paper(cell: Cell) -> bool:

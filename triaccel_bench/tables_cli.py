@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from triaccel_bench.boxes import boxes_table
+from triaccel_bench.differences import MARGIN, differences
 from triaccel_bench.layout import to_csv, to_latex, to_markdown
 from triaccel_bench.records import write_together
 from triaccel_bench.reference import NoPack, pack
@@ -74,7 +75,7 @@ def _run(options: argparse.Namespace) -> int:
         return _write_boxes(options)
     results = read_results(options.results)
     if results.runs:
-        return _write_tables(results, options.out)
+        return _write_tables(results, options.out, options.margin)
     if len(results.problems) > sum(not folder.is_dir() for folder in options.results):
         print(*results.problems, sep="\n", file=sys.stderr)
         return NOTHING_USABLE
@@ -121,14 +122,20 @@ def _write_boxes(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _points(text: str) -> float:
+    if not 0 <= (value := float(text)) <= 100:
+        raise argparse.ArgumentTypeError(f"expected points of accuracy from 0 to 100, got {text}")
+    return value
+
+
 def _box(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
         raise argparse.ArgumentTypeError(f"expected lower-case letters, digits, dots and dashes, got {text}")
     return text
 
 
-def _write_tables(results: Results, out: Path) -> int:
-    tables = {"table1": table1(results), "table2": table2(results)}
+def _write_tables(results: Results, out: Path, margin: float = MARGIN) -> int:
+    tables = {"table1": table1(results), "table2": table2(results), "differences": differences(results, margin)}
     try:
         out.mkdir(parents=True, exist_ok=True)
         written = {
@@ -140,9 +147,10 @@ def _write_tables(results: Results, out: Path) -> int:
     except OSError as error:
         print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
         return REFUSED
-    for table in tables.values():
-        render_terminal(table)
-        print()
+    for name, table in tables.items():
+        if table.rows or name != "differences":
+            render_terminal(table)
+            print()
     print(f"Written: {', '.join(map(str, written))}")
     if any(why_excluded(run) is None for run in results.runs):
         return DONE
@@ -176,7 +184,14 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         default=Path("results/tables"),
-        help="where table1 and table2 are written as .md, .csv and .tex (default: results/tables)",
+        help="where table1, table2 and differences are written as .md, .csv and .tex (default: results/tables)",
+    )
+    parser.add_argument(
+        "--margin",
+        type=_points,
+        default=MARGIN,
+        metavar="POINTS",
+        help="of accuracy that a method may lose and still count as not inferior (default: %(default)s)",
     )
     parser.add_argument(
         "--box", type=_box, metavar="NAME", help="of pack: how this machine is called, such as t4-colab"

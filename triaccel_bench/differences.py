@@ -1,0 +1,156 @@
+"""The table of how much methods differ from the baselines, with what may be claimed of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pandas
+
+from triaccel_bench import compare, footers
+from triaccel_bench.cells import Cell, counterpart
+from triaccel_bench.compare import Bound, Difference, Verdict
+from triaccel_bench.footers import NOT_MEASURED
+from triaccel_bench.labels import method_label
+from triaccel_bench.layout import Table
+from triaccel_bench.results import Results
+from triaccel_bench.sheet import Sheet
+
+BASELINES = ("fp32", "tf32", "amp")
+MARGIN = 0.3
+"""Points of accuracy that a method may lose and count as not inferior, unless another margin is asked for."""
+LEAST_BYTES = 2e6
+"""Smaller differences of VRAM are the allocator's rounding, and no claim."""
+LABELS = ("Dataset", "Architecture", "Method", "Against")
+CAPTION = (
+    "Paired by seed, n shared seeds, mean with its 95 % interval (Student's t); accuracy in points, the others as "
+    "ratios of geometric means. A difference is claimed (higher, lower) only if its interval excludes none at all "
+    "and its p value, corrected by Holm over the {tests} of this table, is below 5 %. Detectable: the smallest "
+    "difference of accuracy that n seeds so far apart would have shown four times in five. Not inferior: the "
+    "one-sided 95 % bound of what accuracy may be lost, against a margin of {margin:g} points."
+)
+
+
+@dataclass(frozen=True)
+class _Quantity:
+    header: str
+    field: str
+    """Of ``RunSummary``."""
+    ratio: bool
+    decimals: int
+
+
+ACCURACY = _Quantity("Acc (points)", "accuracy_percent", False, 2)
+QUANTITIES = (
+    ACCURACY,
+    _Quantity("Time (×)", "seconds", True, 3),
+    _Quantity("Memory (×)", "memory_peak_bytes", True, 3),
+    _Quantity("Score (×)", "score", True, 3),
+)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    cell: Cell
+    against: Cell
+    found: dict[str, Difference | None]
+    bound: Bound | None
+
+
+def differences(results: Results, margin: float = MARGIN) -> Table:
+    """Each method against each baseline that was run with the same data, model, device and other settings."""
+    sheet = Sheet(results, method_label)
+    pairs = [
+        _pair(cell, against, margin)
+        for cell in sheet.cells
+        for method in BASELINES[: BASELINES.index(cell.method) if cell.method in BASELINES else None]
+        if (against := counterpart(cell, sheet.cells, method)) is not None
+    ]
+    tests = [(pair, quantity, pair.found[quantity.field]) for pair in pairs for quantity in QUANTITIES]
+    adjusted = compare.holm([found and found.p for _, _, found in tests])
+    verdicts = {
+        (id(pair), quantity.field): compare.verdict(found, p, _least(pair, quantity))
+        for (pair, quantity, found), p in zip(tests, adjusted, strict=True)
+    }
+    corrected = {(id(pair), quantity.field): p for (pair, quantity, _), p in zip(tests, adjusted, strict=True)}
+    count = sum(p is not None for p in adjusted)
+    caption = CAPTION.format(tests=f"{count} test{'s' * (count != 1)}", margin=margin)
+    rows = [_shown(pair, sheet, lambda field, pair=pair: verdicts[id(pair), field]) for pair in pairs]
+    columns = [*LABELS, "n", *(q.header for q in QUANTITIES), "Detectable (points)", "Not inferior"]
+    told = [name for name in columns[len(LABELS) :] if any(row[name] not in ("", NOT_MEASURED) for row in rows)]
+    header = (*LABELS, *(told if rows else columns[len(LABELS) :]))
+    single = any(pair.found[ACCURACY.field] and pair.found[ACCURACY.field].n == 1 for pair in pairs)
+    notes = [
+        *sheet.variant_notes,
+        *(["One shared seed: no interval, and no claim."] if single else []),
+        *footers.left_out(sheet.cells, sheet.name),
+        *(f"Not used: {problem}" for problem in sheet.problems),
+    ]
+    return Table(
+        title="Differences between methods",
+        caption=f"{footers.provenance_text(sheet.cells)} {caption}",
+        header=header,
+        rows=tuple(tuple(row[column] for column in header) for row in rows),
+        footers=tuple(notes),
+        frame=pandas.DataFrame([_data(pair, verdicts, corrected) for pair in pairs], dtype=object),
+        text_columns=len(LABELS),
+        group_columns=2,
+    )
+
+
+def _values(cell: Cell, field: str) -> dict[int, float]:
+    chosen = cell.summaries
+    if field == "memory_peak_bytes":
+        chosen = [summary for summary in chosen if summary.meter == cell.meter]
+    return {each.seed: getattr(each, field) for each in chosen if getattr(each, field) is not None}
+
+
+def _pair(cell: Cell, against: Cell, margin: float) -> _Pair:
+    read = {q: (_values(cell, q.field), _values(against, q.field)) for q in QUANTITIES}
+    found = {q.field: compare.paired(*values, ratio=q.ratio) for q, values in read.items()}
+    return _Pair(cell, against, found, compare.not_inferior(*read[ACCURACY], margin))
+
+
+def _least(pair: _Pair, quantity: _Quantity) -> float:
+    memory = pair.against.mean("memory_peak_bytes")
+    return LEAST_BYTES / memory.mean if quantity.field == "memory_peak_bytes" and memory else 0.0
+
+
+def _shown(pair: _Pair, sheet: Sheet, verdict: Callable[[str], Verdict]) -> dict[str, str]:
+    accuracy = pair.found[ACCURACY.field]
+    shown = dict(zip(LABELS, (*sheet.names(pair.cell), sheet.names(pair.against)[-1]), strict=True))
+    shown["n"] = str(max((each.n for each in pair.found.values() if each), default=0))
+    for quantity in QUANTITIES:
+        shown[quantity.header] = _text(pair.found[quantity.field], quantity, verdict(quantity.field))
+    detectable = accuracy and accuracy.detectable
+    shown["Detectable (points)"] = NOT_MEASURED if detectable is None else f"{detectable:.2f}"
+    shown["Not inferior"] = NOT_MEASURED
+    if pair.bound is not None and pair.bound.below is not None:
+        shown["Not inferior"] = f"{'yes' if pair.bound.holds else 'not shown'} ({-pair.bound.below:+.2f})"
+    return shown
+
+
+def _text(found: Difference | None, quantity: _Quantity, verdict: Verdict) -> str:
+    if found is None:
+        return NOT_MEASURED
+    sign = "" if quantity.ratio else "+"
+    known = [value for value in (found.mean, found.low, found.high) if value is not None]
+    mean, *interval = (f"{value:{sign}.{quantity.decimals}f}" for value in known)
+    return f"{mean} [{', '.join(interval)}] {verdict}" if interval else mean
+
+
+def _data(
+    pair: _Pair, verdicts: dict[tuple[int, str], Verdict], corrected: dict[tuple[int, str], float | None]
+) -> dict[str, Any]:
+    data: dict[str, Any] = {key: getattr(pair.cell, key) for key in ("dataset", "model", "method", "variant", "cell")}
+    data |= {"against": pair.against.method, "against_cell": pair.against.cell, "device_name": pair.cell.device_name}
+    for quantity in QUANTITIES:
+        found, key = pair.found[quantity.field], (id(pair), quantity.field)
+        name = f"{quantity.field}_{'ratio' if quantity.ratio else 'difference'}"
+        for part in ("mean", "low", "high", "n", "p", "detectable"):
+            data[name if part == "mean" else f"{name}_{part}"] = found and getattr(found, part)
+        data |= {f"{name}_p_holm": corrected[key], f"{name}_claim": verdicts[key]}
+    bound = pair.bound
+    data |= {"margin_points": bound and bound.margin, "may_be_lost_points": bound and bound.below}
+    return data | {"not_inferior": bound and bound.holds}
