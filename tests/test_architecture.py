@@ -9,7 +9,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    0: {"noise", "settings", "records", "paper", "sources", "lanczos", "shortage", "checkpointing", "weights"},
+    0: {
+        "noise",
+        "settings",
+        "records",
+        "paper",
+        "sources",
+        "lanczos",
+        "shortage",
+        "checkpointing",
+        "weights",
+        "bounds",
+    },
     1: {
         "parsing",
         "identity",
@@ -28,6 +39,7 @@ LEVELS = {
         "convolution",
         "stats",
         "compare",
+        "findings",
         "results",
         "labels",
         "layout",
@@ -37,6 +49,7 @@ LEVELS = {
         "meters",
         "precision",
         "control",
+        "audit",
         "cells",
         "terminal",
         "configuration",

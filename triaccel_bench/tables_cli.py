@@ -1,4 +1,4 @@
-"""``triaccel-tables``: Tables 1 and 2 from run records, and the audit of the paper's own numbers. Imports no torch."""
+"""``triaccel-tables``: Tables 1 and 2 from run records, and the audit of the paper and of the records. No torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from triaccel_bench.layout import to_csv, to_latex, to_markdown
+from triaccel_bench.audit import IMPOSSIBLE, audit_table, check_records, records_table
+from triaccel_bench.layout import Table, to_csv, to_latex, to_markdown
 from triaccel_bench.records import write_atomically
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.stats import why_excluded
-from triaccel_bench.tables import audit_table, table1, table2
+from triaccel_bench.tables import table1, table2
 from triaccel_bench.terminal import render_terminal, silence_output
 
 DONE, NOTHING_USABLE, REFUSED = 0, 1, 2
+RECORD_IMPOSSIBLE = 1
+
+_RUNS = [Path("results/runs")]
 
 _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write the tables, or print the audit. Returns the exit code.
+    """Print and write the tables, or the audit. Returns the exit code.
 
-    0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
-    records but none is of a finished run; 2: no records, nowhere to write, or a bad command line.
+    0: done, with unfinished seeds and unreadable files named below the tables, and whatever the
+    audit found of the paper; 1: there are records but none is of a finished run, or one of them
+    lies below a lower bound; 2: no records, nowhere to write, or a bad command line.
     A reader that closes the pipe early has seen enough: that is no fault.
     """
     options = _parser().parse_args(arguments)
@@ -44,24 +49,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     if options.command == "audit":
-        render_terminal(audit_table())
-        return DONE
+        return _audit(options)
     results = read_results(options.results)
-    if results.runs:
-        return _write_tables(results, options.out)
-    if len(results.problems) > sum(not folder.is_dir() for folder in options.results):
+    if not results.runs:
+        return _say_what_lacks(results, options.results)
+    if not _show({"table1": table1(results), "table2": table2(results)}, options.out):
+        return REFUSED
+    if any(why_excluded(run) is None for run in results.runs):
+        return DONE
+    print("No finished run among the records: the tables hold no figures.", file=sys.stderr)
+    return NOTHING_USABLE
+
+
+def _audit(options: argparse.Namespace) -> int:
+    """The paper's numbers, and the records' where there are some or where a folder of them was named."""
+    named = options.results is not _RUNS
+    results = read_results(options.results) if named or _RUNS[0].is_dir() else Results(())
+    tables = {"audit": audit_table()} | ({"audit_records": records_table(results)} if results.runs else {})
+    if not _show(tables, options.out):
+        return REFUSED
+    if not results.runs:
+        return _say_what_lacks(results, options.results) if named or results.problems else DONE
+    impossible = [record for record in check_records(results) if record.verdict == IMPOSSIBLE]
+    for record in impossible:
+        print(
+            f"Seed {record.seed} of cell {record.cell}: its memory or its time lies below what its steps need at "
+            "least; distrust its meter or its clock.",
+            file=sys.stderr,
+        )
+    return RECORD_IMPOSSIBLE if impossible else DONE
+
+
+def _say_what_lacks(results: Results, folders: list[Path]) -> int:
+    if len(results.problems) > sum(not folder.is_dir() for folder in folders):
         print(*results.problems, sep="\n", file=sys.stderr)
         return NOTHING_USABLE
     print(
-        f"No run records below {', '.join(map(str, options.results))}; `triaccel-bench +experiment=demo` makes some "
+        f"No run records below {', '.join(map(str, folders))}; `triaccel-bench +experiment=demo` makes some "
         "on any CPU, and --results names another folder.",
         file=sys.stderr,
     )
     return REFUSED
 
 
-def _write_tables(results: Results, out: Path) -> int:
-    tables = {"table1": table1(results), "table2": table2(results)}
+def _show(tables: dict[str, Table], out: Path) -> bool:
+    """Write each table in every format, then print them; False, and why on standard error, where that cannot be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         written = [
@@ -71,35 +103,33 @@ def _write_tables(results: Results, out: Path) -> int:
         ]
     except OSError as error:
         print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
-        return REFUSED
+        return False
     for table in tables.values():
         render_terminal(table)
         print()
     print(f"Written: {', '.join(map(str, written))}")
-    if any(why_excluded(run) is None for run in results.runs):
-        return DONE
-    print("No finished run among the records: the tables hold no figures.", file=sys.stderr)
-    return NOTHING_USABLE
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="triaccel-tables",
-        description="Build Tables 1 and 2 from run records, beside the paper's figures.",
+        description="Build Tables 1 and 2 from run records, beside the paper's figures, or audit both.",
     )
     parser.add_argument(
         "command",
         nargs="?",
         choices=("tables", "audit"),
         default="tables",
-        help="tables (the default), or audit: the paper's claims recomputed from its own printed numbers",
+        help="tables (the default), or audit: the paper's numbers recomputed from one another, and its figures and the "
+        "records' beside lower bounds",
     )
     parser.add_argument(
         "--results",
         nargs="+",
         type=Path,
         metavar="DIR",
-        default=[Path("results/runs")],
+        default=_RUNS,
         help="folders searched for run.json (default: results/runs)",
     )
     parser.add_argument(
@@ -107,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         default=Path("results/tables"),
-        help="where table1 and table2 are written as .md, .csv and .tex (default: results/tables)",
+        help="where tables and audit are written as .md, .csv and .tex (default: results/tables)",
     )
     return parser
 
