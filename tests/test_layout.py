@@ -11,9 +11,10 @@ import pandas
 import pytest
 from measured import papers_table1, run, write
 
+from triaccel_bench.audit import audit_table, records_table
 from triaccel_bench.layout import to_csv, to_latex, to_markdown
 from triaccel_bench.results import Results, read_results
-from triaccel_bench.tables import audit_table, table1, table2
+from triaccel_bench.tables import table1, table2
 from triaccel_bench.terminal import render_terminal
 
 
@@ -63,7 +64,7 @@ def test_latex_escapes_and_keeps_every_row_whole():
 def test_latex_compiles(tmp_path):
     odd = run(dataset="*[d", method="[50%_a&b#$~^\\{x}é<|>", status="failed", reason='C:\\tmp_1 & "100 %" of `z`')
     results = Results((*papers_table1().runs, odd), ("a_b.json: bad",))
-    tables = "".join(map(to_latex, (table1(results), table2(results), audit_table())))
+    tables = "".join(map(to_latex, (table1(results), table2(results), audit_table(), records_table(results))))
     packages = r"\usepackage{booktabs}\usepackage{graphicx}"
     document = rf"\documentclass{{article}}{packages}\begin{{document}}{tables}\end{{document}}"
     (tmp_path / "t.tex").write_text(document.replace("{document}%", "{document}\n%"))

@@ -8,7 +8,7 @@ from measured import epoch, papers_table1, provenance, run, write
 from triaccel_bench import paper
 from triaccel_bench.layout import to_markdown
 from triaccel_bench.results import Results, read_results
-from triaccel_bench.tables import audit_table, table1, table2
+from triaccel_bench.tables import table1, table2
 
 
 def column(table, name):
@@ -332,9 +332,3 @@ def test_table_2_without_an_ablation_keeps_its_columns():
     assert table.rows == ()
     assert "reduction_percent" in table.frame.columns
     assert to_markdown(table).count("\n|") == 2
-
-
-def test_audit_table_shows_every_finding():
-    table = audit_table()
-    assert [row[0] for row in table.rows] == [finding.claim for finding in paper.audit()]
-    assert ("12.25", "12.44", "NO") in [row[1:4] for row in table.rows]

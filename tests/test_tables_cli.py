@@ -76,6 +76,43 @@ def test_a_reader_that_has_seen_enough_is_no_fault(tmp_path):
     assert (process.returncode, said) == (0, "")
 
 
-def test_command_audits(capsys):
+def test_command_audits_without_records_and_writes_what_it_prints(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     assert tables_cli.main(["audit"]) == 0
-    assert "12.44" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "12.44" in captured.out and "physically impossible" in captured.out and captured.err == ""
+    written = sorted(path.name for path in (tmp_path / "results" / "tables").iterdir())
+    assert written == ["audit.csv", "audit.md", "audit.tex"]
+    assert all(name in captured.out for name in written)
+
+
+@pytest.mark.parametrize("gb", [0.35, 0.1])
+def test_command_audits_records_and_fails_where_one_is_impossible(tmp_path, monkeypatch, capsys, gb):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "results" / "runs", run(gb=gb))
+    assert tables_cli.main(["audit"]) == (0 if gb == 0.35 else 1)
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == (0 if gb == 0.35 else 1)
+    assert ("Seed 0 of cell cifar10-resnet18-fp32: its memory or its time lies below" in captured.err) == (gb == 0.1)
+    assert "Audit of the records" in captured.out
+    for suffix in ("md", "csv", "tex"):
+        assert (tmp_path / "results" / "tables" / f"audit_records.{suffix}").stat().st_size > 0
+
+
+def test_command_audits_the_paper_where_a_named_folder_holds_no_records(tmp_path, capsys):
+    assert tables_cli.main(["audit", "--results", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    captured = capsys.readouterr()
+    assert "12.44" in captured.out
+    assert captured.err.count("\n") == 1 and str(tmp_path / "none") in captured.err
+
+
+def test_command_audits_names_records_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "run.json").write_text("")
+    assert tables_cli.main(["audit", "--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 1
+    assert str(tmp_path / "run.json") in capsys.readouterr().err
+
+
+def test_command_audits_into_a_folder_that_can_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert tables_cli.main(["audit", "--out", str(tmp_path / "file")]) == 2
+    assert "name another by --out" in capsys.readouterr().err

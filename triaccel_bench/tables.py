@@ -1,4 +1,4 @@
-"""Run records -> Tables 1 and 2 in the paper's layout, beside the paper's figures, and the audit of those.
+"""Run records -> Tables 1 and 2 in the paper's layout, beside the paper's figures.
 
 The same records give the same bytes. What was left out of a mean is named below the table.
 """
@@ -82,22 +82,6 @@ def _memory_texts(sheet: Sheet, timed: bool) -> list[str]:
 
 def _belongs_to_the_ablation(cell: Cell) -> bool:
     return cell.method == "fp32" or cell.method.startswith("triaccel")
-
-
-def audit_table() -> Table:
-    """The paper's claims beside what its own tables give for them."""
-    findings = paper.audit()
-    rows = tuple((f.claim, f.printed, f.computed, "yes" if f.agrees else "NO", f.note) for f in findings)
-    agreeing = sum(finding.agrees for finding in findings)
-    return Table(
-        title="Audit of the paper's printed numbers",
-        caption=f"{agreeing} of {len(findings)} claims agree with the printed tables; misprints are shown as printed.",
-        header=("Claim", "Printed", "Computed", "Agrees", "Note"),
-        rows=rows,
-        footers=(),
-        frame=pandas.DataFrame(findings),
-        text_columns=5,
-    )
 
 
 def _row1(cell: Cell, sheet: Sheet) -> _Row:

@@ -1,5 +1,5 @@
-"""``triaccel-tables``: Tables 1 and 2 from run records, the audit of the paper's own numbers, and packs of records that
-others can read. Imports no torch."""
+"""``triaccel-tables``: Tables 1 and 2 from run records and how methods differ, the audit of the paper and of records, and
+packs of records that others can read. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from triaccel_bench.audit import IMPOSSIBLE, audit_table, check_records, records_table
 from triaccel_bench.boxes import boxes_table
 from triaccel_bench.differences import MARGIN, differences
-from triaccel_bench.layout import to_csv, to_latex, to_markdown
+from triaccel_bench.layout import Table, to_csv, to_latex, to_markdown
 from triaccel_bench.records import write_together
 from triaccel_bench.reference import NoPack, pack
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.stats import why_excluded
-from triaccel_bench.tables import audit_table, table1, table2
+from triaccel_bench.tables import table1, table2
 from triaccel_bench.terminal import render_terminal, silence_output
 
 REFERENCE = Path("results/reference")
 
 DONE, NOTHING_USABLE, REFUSED = 0, 1, 2
+RECORD_IMPOSSIBLE = 1
+
+_RUNS = [Path("results/runs")]
 
 _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write the tables, or print the audit. Returns the exit code.
+    """Print and write the tables, or the audit. Returns the exit code.
 
     0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
-    records but none is of a finished run, or a pack was made without some of them; 2: no records,
-    nowhere to write, or a bad command line.
+    records but none is of a finished run, one lies below a lower bound, or a pack was made without
+    some of them; 2: no records, nowhere to write, or a bad command line. What the audit finds of the
+    paper is a result, and 0.
     A reader that closes the pipe early has seen enough: that is no fault.
     """
     options = _parser().parse_args(arguments)
@@ -67,20 +72,42 @@ def _no_collector() -> Iterator[None]:
 
 def _run(options: argparse.Namespace) -> int:
     if options.command == "audit":
-        render_terminal(audit_table())
-        return DONE
+        return _audit(options)
     if options.command == "pack":
         return _pack(options)
     if options.command == "boxes":
         return _write_boxes(options)
     results = read_results(options.results)
-    if results.runs:
-        return _write_tables(results, options.out, options.margin)
-    if len(results.problems) > sum(not folder.is_dir() for folder in options.results):
+    if not results.runs:
+        return _say_what_lacks(results, options.results)
+    return _write_tables(results, options.out, options.margin)
+
+
+def _audit(options: argparse.Namespace) -> int:
+    """The paper's numbers, and the records' where there are some or where a folder of them was named."""
+    named = options.results is not _RUNS
+    results = read_results(options.results) if named or _RUNS[0].is_dir() else Results(())
+    tables = {"audit": audit_table()} | ({"audit_records": records_table(results)} if results.runs else {})
+    if not _show(tables, options.out):
+        return REFUSED
+    if not results.runs:
+        return _say_what_lacks(results, options.results) if named or results.problems else DONE
+    impossible = [record for record in check_records(results) if record.verdict == IMPOSSIBLE]
+    for record in impossible:
+        print(
+            f"Seed {record.seed} of cell {record.cell}: its memory or its time lies below what its steps need at "
+            "least; distrust its meter or its clock.",
+            file=sys.stderr,
+        )
+    return RECORD_IMPOSSIBLE if impossible else DONE
+
+
+def _say_what_lacks(results: Results, folders: list[Path]) -> int:
+    if len(results.problems) > sum(not folder.is_dir() for folder in folders):
         print(*results.problems, sep="\n", file=sys.stderr)
         return NOTHING_USABLE
     print(
-        f"No run records below {', '.join(map(str, options.results))}; `triaccel-bench +experiment=demo` makes some "
+        f"No run records below {', '.join(map(str, folders))}; `triaccel-bench +experiment=demo` makes some "
         "on any CPU, and --results names another folder.",
         file=sys.stderr,
     )
@@ -136,6 +163,16 @@ def _box(text: str) -> str:
 
 def _write_tables(results: Results, out: Path, margin: float = MARGIN) -> int:
     tables = {"table1": table1(results), "table2": table2(results), "differences": differences(results, margin)}
+    if not _show(tables, out):
+        return REFUSED
+    if any(why_excluded(run) is None for run in results.runs):
+        return DONE
+    print("No finished run among the records: the tables hold no figures.", file=sys.stderr)
+    return NOTHING_USABLE
+
+
+def _show(tables: dict[str, Table], out: Path) -> bool:
+    """Write each table in every format, then print them; False, and why on standard error, where that cannot be."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         written = {
@@ -146,37 +183,35 @@ def _write_tables(results: Results, out: Path, margin: float = MARGIN) -> int:
         write_together(written)
     except OSError as error:
         print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
-        return REFUSED
+        return False
     for name, table in tables.items():
         if table.rows or name != "differences":
             render_terminal(table)
             print()
     print(f"Written: {', '.join(map(str, written))}")
-    if any(why_excluded(run) is None for run in results.runs):
-        return DONE
-    print("No finished run among the records: the tables hold no figures.", file=sys.stderr)
-    return NOTHING_USABLE
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="triaccel-tables",
-        description="Build Tables 1 and 2 from run records, beside the paper's figures.",
+        description="Build Tables 1 and 2 from run records, beside the paper's figures, or audit both.",
     )
     parser.add_argument(
         "command",
         nargs="?",
         choices=("tables", "audit", "pack", "boxes"),
         default="tables",
-        help="tables (the default); audit: the paper's claims recomputed from its own printed numbers; pack: this "
-        "box's records, checked, into results/reference/<box>; boxes: what was measured on which device there",
+        help="tables (the default); audit: the paper's numbers recomputed from one another, and its figures and the "
+        "records' beside lower bounds; pack: this box's records, checked, into results/reference/<box>; boxes: what "
+        "was measured on which device there",
     )
     parser.add_argument(
         "--results",
         nargs="+",
         type=Path,
         metavar="DIR",
-        default=[Path("results/runs")],
+        default=_RUNS,
         help="folders searched for run.json (default: results/runs)",
     )
     parser.add_argument(
@@ -184,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         default=Path("results/tables"),
-        help="where table1, table2 and differences are written as .md, .csv and .tex (default: results/tables)",
+        help="where tables and audit are written as .md, .csv and .tex (default: results/tables)",
     )
     parser.add_argument(
         "--margin",
