@@ -1,5 +1,7 @@
-"""``triaccel-tables``: Tables 1 and 2 from run records and how methods differ, the audit of the paper and of records, and
-packs of records that others can read. Imports no torch."""
+"""``triaccel-tables``: Tables 1 and 2 from run records, how methods differ in them, audits, and packs of records.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
