@@ -151,6 +151,7 @@ CLAIMS = {
 REMARKS = (
     "Stated without a figure that follows from them: momentum 0.9, k = 5, T_curv = 200, b_curv = 32 (called far below "
     f"the training batch, which begins at {BATCH}), 3 seeds, 5 epochs of warm-up, means over the last 5 epochs.",
+    "Section 4 puts peak VRAM below the budget and throughput up; neither a budget nor a throughput is printed.",
     "Section 4.3 announces standard deviations; neither table prints one, so that no difference can be tested.",
     "Section 4.1 names PyTorch 2.2 with Triton 3.2; PyTorch 2.2 asks for Triton 2.2 itself, and a package manager "
     "refuses the two together.",
