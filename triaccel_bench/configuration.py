@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from omegaconf import DictConfig, OmegaConf
 
 from triaccel_bench.parsing import parse
+from triaccel_bench.recording import with_recorded_method
 from triaccel_bench.settings import Settings
 
 CONFIG_PACKAGE = "triaccel_bench.conf"
@@ -19,7 +20,7 @@ OmegaConf.register_new_resolver("expanded", os.path.expanduser, replace=True)
 
 def to_settings(config: DictConfig) -> Settings:
     """Raises ``SettingsError`` for values, ``OmegaConfBaseException`` for interpolations that cannot be resolved."""
-    return parse(OmegaConf.to_container(config, resolve=True))
+    return parse(with_recorded_method(OmegaConf.to_container(config, resolve=True)))
 
 
 def compose(overrides: Sequence[str] = ()) -> Settings:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from triaccel_bench import replay
 from triaccel_bench.layout import to_csv, to_latex, to_markdown
 from triaccel_bench.records import write_atomically
 from triaccel_bench.results import Results, read_results
@@ -20,13 +21,16 @@ _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write the tables, or print the audit. Returns the exit code.
+    """Print and write the tables, print the audit, or replay decisions (exit codes: ``replay.report``).
 
     0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
     records but none is of a finished run; 2: no records, nowhere to write, or a bad command line.
     A reader that closes the pipe early has seen enough: that is no fault.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if (options.command == "replay") != bool(options.runs):
+        parser.error("replay takes the folders of runs, or their run.json, and the other commands take none")
     try:
         code = _run(options)
         if sys.stdout is not None:
@@ -46,6 +50,10 @@ def _run(options: argparse.Namespace) -> int:
     if options.command == "audit":
         render_terminal(audit_table())
         return DONE
+    if options.command == "replay":
+        lines, code = replay.report(options.runs)
+        print(*lines, sep="\n")
+        return code
     results = read_results(options.results)
     if results.runs:
         return _write_tables(results, options.out)
@@ -90,10 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("tables", "audit"),
+        choices=("tables", "audit", "replay"),
         default="tables",
-        help="tables (the default), or audit: the paper's claims recomputed from its own printed numbers",
+        help="tables (the default); audit: the paper's claims recomputed from its own printed numbers; or "
+        "replay: every decision of runs derived again from what it saw",
     )
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="replay: folders of runs, or their run.json")
     parser.add_argument(
         "--results",
         nargs="+",
