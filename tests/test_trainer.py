@@ -10,10 +10,10 @@ from tiny import images, settings, trainer
 from triaccel_bench import control, data, models, precision
 from triaccel_bench.configuration import compose
 from triaccel_bench.data import ElasticSampler
+from triaccel_bench.divergence import Diverged
 from triaccel_bench.engine import Engine
 from triaccel_bench.methods import Method
 from triaccel_bench.schedule import Schedule
-from triaccel_bench.trainer import Diverged
 
 
 @pytest.fixture

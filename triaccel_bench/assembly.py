@@ -14,6 +14,7 @@ from triaccel_bench.engine import Engine
 from triaccel_bench.hardware import Hardware, executed_dtype
 from triaccel_bench.meters import MemoryMeter, open_meter
 from triaccel_bench.methods import Method, resolve_budget
+from triaccel_bench.openloop import OpenLoop
 from triaccel_bench.recovery import tolerated
 from triaccel_bench.schedule import make_schedule
 from triaccel_bench.settings import Settings
@@ -40,7 +41,7 @@ def reason_for_eager_steps(settings: Settings) -> str | None:
 
 class Parts(NamedTuple):
     network: models.Network
-    method: Method
+    method: Method | OpenLoop
     engine: Engine
 
 
@@ -63,7 +64,10 @@ class Assembly:
         network.module.to(self._hardware.device, memory_format=layout).train()
         precision.prepare(network)
         momentum, samples = settings.optimizer.momentum, self._data.train_count
-        method = Method(settings.method, network, self._hardware, self._seed, momentum, samples)
+        if settings.replay.run is not None:
+            method = OpenLoop(settings, network, self._hardware, samples)
+        else:
+            method = Method(settings.method, network, self._hardware, self._seed, momentum, samples)
         schedule = make_schedule(settings.optimizer.lr, settings.epochs, settings.optimizer.warmup_epochs, samples)
         engine = Engine(
             network,
@@ -102,8 +106,8 @@ class Assembly:
 
     def _warm_up(self, settings: Settings) -> None:
         """A few steps under each kind of plan that a run with these settings may come to."""
-        adaptive = settings.method.precision.adaptive and self._hardware.device.type == "cuda"
-        plans = list(PLANS_TO_COMPILE) if adaptive else [(settings.method.dtype,)]
+        moves = settings.method.precision.adaptive or settings.replay.run is not None
+        plans = list(PLANS_TO_COMPILE) if moves and self._hardware.device.type == "cuda" else [(settings.method.dtype,)]
         self.try_out(plans, WARM_UP_STEPS, settings)
 
     def try_out(self, plans: list[tuple[str, ...]], steps: int, settings: Settings) -> int | None:

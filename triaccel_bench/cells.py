@@ -15,7 +15,7 @@ from triaccel_bench.identity import identifying_settings
 from triaccel_bench.records import Meter, RunRecord
 from triaccel_bench.stats import Mean, RunSummary, mean_std, summarise, why_excluded
 
-_OF_THE_METHOD = ("method.", "model.checkpointing", "memory.budget", "memory.calibration_steps")
+_OF_THE_METHOD = ("method.", "replay.", "model.checkpointing", "memory.budget", "memory.calibration_steps")
 
 
 @dataclass(frozen=True)

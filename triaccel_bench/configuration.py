@@ -10,6 +10,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from triaccel_bench.parsing import parse
+from triaccel_bench.recording import with_recorded_method
 from triaccel_bench.settings import Settings
 
 CONFIG_PACKAGE = "triaccel_bench.conf"
@@ -31,7 +32,7 @@ OmegaConf.register_new_resolver("folder_of_hydra", _folder_of_hydra, use_cache=T
 
 def to_settings(config: DictConfig) -> Settings:
     """Raises ``SettingsError`` for values, ``OmegaConfBaseException`` for interpolations that cannot be resolved."""
-    return parse(OmegaConf.to_container(config, resolve=True))
+    return parse(with_recorded_method(OmegaConf.to_container(config, resolve=True)))
 
 
 def compose(overrides: Sequence[str] = ()) -> Settings:

@@ -81,6 +81,12 @@ class Decision:
     """tr(S) / |G|^2 in samples; ``None`` while that is not known."""
 
 
+def within(rules: MethodSettings, samples: int) -> MethodSettings:
+    """The rules with no batch above what there is to train on, but for B0."""
+    highest = max(rules.batch.initial, min(rules.batch.max, samples))
+    return rules.model_copy(update={"batch": rules.batch.model_copy(update={"max": highest})})
+
+
 def start(layers: int, rules: MethodSettings, executed_of: Callable[[str], str]) -> tuple[Decision, State]:
     """Every layer in ``method.dtype``, full rates, batch B0."""
     state = State(

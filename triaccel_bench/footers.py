@@ -136,6 +136,20 @@ def idle_controllers(found: list[Cell], name: Names) -> list[str]:
     ]
 
 
+def schedules(found: list[Cell], name: Names) -> list[str]:
+    """Rows that followed a recorded schedule, and which."""
+    following = [cell for cell in found if cell.settings.get("replay", {}).get("run") is not None]
+    return [f"{names}: {told}." for told, names in _alike(following, name, _schedule)]
+
+
+def _schedule(cell: Cell) -> str:
+    replay = cell.settings["replay"]
+    told = f"nothing was read or decided; it followed schedule {replay['schedule']}, recorded in {replay['run']}"
+    if replay["shuffle"] is None:
+        return told
+    return f"{told}, with the layers' plans and rates permuted among them (replay.seed={replay['seed']})"
+
+
 def _has_controller(cell: Cell) -> bool:
     method = cell.settings["method"]
     return method["precision"]["adaptive"] or method["batch"]["elastic"] or _probes(cell)

@@ -65,6 +65,10 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
         method["control"] = _without(method["control"], "plan_changes_per_epoch")
     if not (adaptive or elastic or probes):
         del method["control"]
+    replay = tree.pop("replay", {"run": None})
+    if replay["run"] is not None:
+        # Where the recording lies is no matter: its schedule, which stands for all that a step goes by, is.
+        tree["replay"] = _without(replay, "run", *(("seed",) if replay["shuffle"] is None else ()))
     engine = tree.get("engine", {})
     if dumped["device"] == "cpu":
         tree.pop("engine", None)

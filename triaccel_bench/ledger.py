@@ -14,7 +14,15 @@ from triaccel_bench.meters import Peaks, Readings
 from triaccel_bench.models import Network
 from triaccel_bench.probe import LayerCurvature, Probe
 from triaccel_bench.reading import Reading
-from triaccel_bench.records import DecisionTrace, EpochRecord, LayerRecord, ProbeTrace, RunRecord, finite
+from triaccel_bench.records import (
+    BackOffTrace,
+    DecisionTrace,
+    EpochRecord,
+    LayerRecord,
+    ProbeTrace,
+    RunRecord,
+    finite,
+)
 
 
 @dataclass
@@ -143,13 +151,17 @@ def memory_figures(peak_bytes: int | None, probe_peak_bytes: int | None, reading
     }
 
 
-def decision_trace(step: int, signals: Signals, before: Decision, after: Decision) -> DecisionTrace:
-    """What one control step saw and decided."""
+def decision_trace(
+    step: int, in_force_after: int, signals: Signals, before: Decision, after: Decision
+) -> DecisionTrace:
+    """All that one control step saw, as it saw it, and what it decided."""
+    squares = signals.squares
     return DecisionTrace(
         step=step,
+        in_force_after=in_force_after,
         epoch=signals.epoch,
-        variance=_finite_each(signals.variance),
-        lambda_max=_finite_each(signals.lambda_max),
+        variance=_listed(signals.variance),
+        lambda_max=_listed(signals.lambda_max),
         memory_bytes=signals.memory_bytes,
         budget_bytes=signals.budget_bytes,
         free_bytes=signals.free_bytes,
@@ -162,8 +174,14 @@ def decision_trace(step: int, signals: Signals, before: Decision, after: Decisio
         rate_scale=list(after.rates),
         plan_changed=after.plan_changed,
         capture_share=signals.capture_share,
-        noise_scale=finite(after.noise_scale),
+        gradient_square=None if squares is None else squares.step,
+        momentum_square=None if squares is None else squares.momentum,
+        noise_scale=after.noise_scale,
     )
+
+
+def back_off_trace(steps: int, tried: int, before: Decision, after: Decision) -> BackOffTrace:
+    return BackOffTrace(in_force_after=steps, tried=tried, batch_before=before.batch, batch_after=after.batch)
 
 
 def probe_trace(step: int, seconds: float, peak_bytes: int | None, probe: Probe) -> ProbeTrace:
@@ -228,5 +246,5 @@ def _mean(total: float, count: int) -> float | None:
     return finite(total / count) if count else None
 
 
-def _finite_each(values: Sequence[float | None] | None) -> list[float | None] | None:
-    return None if values is None else [finite(value) for value in values]
+def _listed(values: Sequence[float | None] | None) -> list[float | None] | None:
+    return None if values is None else list(values)

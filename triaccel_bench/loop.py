@@ -74,6 +74,11 @@ class TriAccel:
                 "method.batch.growth=noise: expected paper or model in a loop of your own, whose optimizer's momentum "
                 "is not read; set method.batch.growth=model"
             )
+        if settings.replay.run is not None:
+            raise SettingsError(
+                f"replay.run={settings.replay.run}: expected null in a loop of your own, which decides by itself; "
+                "leave it out"
+            )
         if settings.model.checkpointing:
             raise SettingsError(
                 "model.checkpointing=true: expected false in a loop of your own, whose blocks may draw or count "

@@ -21,6 +21,7 @@ from triaccel_bench.models import Network
 from triaccel_bench.noise import Squares
 from triaccel_bench.paper import printed_vram_bytes
 from triaccel_bench.probe import LayerCurvature, Probe
+from triaccel_bench.records import StartTrace
 from triaccel_bench.resumption import CheckpointError, checked
 from triaccel_bench.settings import MAX_COUNT, MethodSettings, Settings
 
@@ -41,11 +42,17 @@ class Method:
         momentum: float = 0.0,
         samples: int = MAX_COUNT,
     ) -> None:
-        self.settings = settings = _within(settings, samples)
+        self.settings = settings = control.within(settings, samples)
         self._network = network
         self._momentum_steps, self._samples = (1 + momentum) / (1 - momentum), samples
         self._executed_of = lambda requested: executed_dtype(requested, hardware, settings.precision)
         self.decision, self.state = control.start(len(network.layers), settings, self._executed_of)
+        self.start = StartTrace(
+            rules=settings.model_dump(mode="json"),
+            executes={level: self._executed_of(level) for level in control.LEVELS},
+            momentum_steps=self._momentum_steps,
+            samples=samples,
+        )
         self.curvature: dict[str, LayerCurvature] = {}
         self._unreadable: set[str] = set()
         self._probe_seconds = 0.0
@@ -55,6 +62,10 @@ class Method:
         known = network.classes is not None
         parts = network.module, network.layers, settings.curvature, seed, borrow, hardware.kernels, rows, known
         self._estimator = curvature.build(*parts) if settings.probes_curvature else None
+
+    def scheduled(self, step: int) -> control.Decision | None:
+        """A decision that needs no reading, for all that comes after ``step`` steps; a closed loop has none."""
+        return None
 
     def probe_due(self, step: int) -> bool:
         """Every T_curv steps (section 4.3), for methods that read curvature."""
@@ -190,13 +201,6 @@ class Method:
         if name in self.curvature:
             return self.curvature[name].spectrum.eigenvalues[0]
         return math.nan if name in self._unreadable else None
-
-
-def _within(settings: MethodSettings, samples: int) -> MethodSettings:
-    """The settings with no batch above what there is to train on, but for B0."""
-    batch = settings.batch
-    highest = max(batch.initial, min(batch.max, samples))
-    return settings.model_copy(update={"batch": batch.model_copy(update={"max": highest})})
 
 
 def resolve_budget(

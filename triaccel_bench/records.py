@@ -7,6 +7,7 @@ every table; it is never replaced by a number.
 from __future__ import annotations
 
 import gzip
+import math
 import os
 import tempfile
 import zlib
@@ -15,9 +16,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
+
+
+def _told(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
 
 Bytes = Annotated[int, Field(ge=0)]
+Signal = Annotated[float, Field(allow_inf_nan=True), PlainSerializer(_told, float | str, "json")]
+"""A number as a decision saw it, to the last bit; "nan", "inf" and "-inf" are values, where ``null`` is none."""
 Status = Literal["done", "diverged", "oom", "failed", "interrupted"]
 Meter = Literal["vram", "tensors", "off"]
 Kind = Literal["weights", "copies", "gradients", "optimizer", "activations", "workspace", "dataset", "other"]
@@ -213,13 +221,28 @@ def planned_run(settings: dict[str, Any], seed: int, cell: str, results_version:
     )
 
 
+class StartTrace(_Record):
+    """What every decision of a run rests on beside its signals."""
+
+    rules: dict[str, Any]
+    """``MethodSettings`` in force, as JSON has them: those of the run's record, with B within the training samples."""
+    executes: dict[str, str]
+    """The dtype that the device runs for each that may be requested."""
+    momentum_steps: float
+    samples: int
+    """Of ``noise.Squares``: by how much momentum's average enlarges a batch, and the training samples."""
+
+
 class DecisionTrace(_Record):
     """What one control step saw and decided. Lists follow ``Trace.layers``."""
 
     step: int
+    """The last one that the signals are of."""
+    in_force_after: int | None = None
+    """Steps done when it came into force, which may be one more; None: recorded before this was."""
     epoch: int
-    variance: list[float | None] | None
-    lambda_max: list[float | None] | None
+    variance: list[Signal | None] | None
+    lambda_max: list[Signal | None] | None
     memory_bytes: Bytes | None
     budget_bytes: Bytes | None
     free_bytes: int | None
@@ -231,10 +254,23 @@ class DecisionTrace(_Record):
     promoted: list[bool]
     rate_scale: list[float]
     plan_changed: bool
-    capture_share: float | None = None
+    capture_share: Signal | None = None
     """Share of training time spent on capturing, with one more plan; None where nothing is captured."""
-    noise_scale: float | None = None
+    gradient_square: Signal | None = None
+    momentum_square: Signal | None = None
+    """Of ``noise.Squares``; None unless ``batch.growth=noise``."""
+    noise_scale: Signal | None = None
     """The gradient's, in samples; None while that is not known, and unless ``batch.growth=noise``."""
+
+
+class BackOffTrace(_Record):
+    """Memory ran out in a step of ``tried`` samples, which was made again with a smaller B."""
+
+    in_force_after: int
+    """Steps done before that one."""
+    tried: int
+    batch_before: int
+    batch_after: int
 
 
 class ProbeTrace(_Record):
@@ -251,8 +287,18 @@ class ProbeTrace(_Record):
 
 class Trace(_Record):
     layers: list[str]
+    start: StartTrace | None = None
+    """None: recorded before this was, or nothing was decided, since the run followed a recorded schedule."""
     decisions: list[DecisionTrace] = Field(default_factory=list)
+    back_offs: list[BackOffTrace] = Field(default_factory=list)
     probes: list[ProbeTrace] = Field(default_factory=list)
+
+    def events(self) -> list[DecisionTrace | BackOffTrace]:
+        """Decisions and back-offs in the order in which they came into force, of a trace that tells when they did."""
+        # Between two steps the decision comes first; memory runs out in the attempt at the next one.
+        return sorted(
+            [*self.decisions, *self.back_offs], key=lambda event: (event.in_force_after, type(event) is BackOffTrace)
+        )
 
 
 def write_run(folder: Path, run: RunRecord, trace: Trace | None = None) -> Path:

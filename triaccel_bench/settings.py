@@ -229,6 +229,23 @@ class RunnerSettings(_Section):
     max_minutes: PositiveFloat | None
 
 
+class ReplaySettings(_Section):
+    run: PathText | None
+    shuffle: Literal["layers"] | None
+    seed: Annotated[int, Field(ge=0, le=MAX_COUNT)]
+    schedule: Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")] | None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ReplaySettings:
+        if self.run is None and (self.shuffle is not None or self.schedule is not None):
+            key = "shuffle" if self.shuffle is not None else "schedule"
+            raise ValueError(
+                f"replay.{key}={getattr(self, key)} and replay.run=null: expected a run to follow; set "
+                f"method=replay and replay.run, or leave replay.{key} out"
+            )
+        return self
+
+
 RELU_NETWORKS = ("resnet18", "resnet18_cifar", "resnet8")
 """Models whose logits are piecewise linear in each layer's weight."""
 MOST_JACOBIAN_ROWS = 512
@@ -255,6 +272,7 @@ class Settings(_Section):
     evaluation: EvaluationSettings
     results: ResultsSettings
     runner: RunnerSettings
+    replay: ReplaySettings
 
     @property
     def uses_budget(self) -> bool:

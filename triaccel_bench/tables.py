@@ -81,7 +81,7 @@ def _memory_texts(sheet: Sheet, timed: bool) -> list[str]:
 
 
 def _belongs_to_the_ablation(cell: Cell) -> bool:
-    return cell.method == "fp32" or cell.method.startswith("triaccel")
+    return cell.method in ("fp32", "replay") or cell.method.startswith("triaccel")
 
 
 def _row1(cell: Cell, sheet: Sheet) -> _Row:
@@ -181,6 +181,7 @@ def _table(title: str, text: list[str], sheet: Sheet, make_row: Callable[[Cell, 
         *footers.executions(found, sheet.name),
         *footers.estimators(found, sheet.name),
         *footers.idle_controllers(found, sheet.name),
+        *footers.schedules(found, sheet.name),
         *(footers.budgets(found, sheet.name) if sheet.budget_header in header else ()),
         *([TENSORS_NOTE] if sheet.meters_differ else ()),
         *footers.spread(found, sheet.name),

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from triaccel_bench import replay
 from triaccel_bench.audit import IMPOSSIBLE, audit_table, check_records, records_table
 from triaccel_bench.boxes import boxes_table
 from triaccel_bench.differences import MARGIN, differences
@@ -35,7 +36,7 @@ _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write the tables, or the audit. Returns the exit code.
+    """Print and write the tables or the audit, or replay decisions (exit codes: ``replay.report``).
 
     0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
     records but none is of a finished run, one lies below a lower bound, or a pack was made without
@@ -43,7 +44,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     paper is a result, and 0.
     A reader that closes the pipe early has seen enough: that is no fault.
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if (options.command == "replay") != bool(options.runs):
+        parser.error("replay takes the folders of runs, or their run.json, and the other commands take none")
     try:
         with _no_collector():
             code = _run(options)
@@ -75,6 +79,10 @@ def _no_collector() -> Iterator[None]:
 def _run(options: argparse.Namespace) -> int:
     if options.command == "audit":
         return _audit(options)
+    if options.command == "replay":
+        lines, code = replay.report(options.runs)
+        print(*lines, sep="\n")
+        return code
     if options.command == "pack":
         return _pack(options)
     if options.command == "boxes":
@@ -202,12 +210,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("tables", "audit", "pack", "boxes"),
+        choices=("tables", "audit", "replay", "pack", "boxes"),
         default="tables",
         help="tables (the default); audit: the paper's numbers recomputed from one another, and its figures and the "
-        "records' beside lower bounds; pack: this box's records, checked, into results/reference/<box>; boxes: what "
-        "was measured on which device there",
+        "records' beside lower bounds; replay: every decision of runs derived again from what it saw; pack: this box's "
+        "records, checked, into results/reference/<box>; boxes: what was measured on which device there",
     )
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="replay: folders of runs, or their run.json")
     parser.add_argument(
         "--results",
         nargs="+",

@@ -18,6 +18,7 @@ from triaccel_bench import control, ledger, precision, snapshot
 from triaccel_bench.anatomy import Anatomy
 from triaccel_bench.assembly import Assembly, Budget, reason_for_eager_steps
 from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet
+from triaccel_bench.divergence import check_end, check_skips
 from triaccel_bench.hardware import Hardware, kernels_for
 from triaccel_bench.meters import Clock, Peaks, largest
 from triaccel_bench.probe import Probe
@@ -40,10 +41,6 @@ _PLAIN = {
     "_evaluated_at": int,
 }
 """The loop's own state."""
-
-
-class Diverged(RuntimeError):
-    """Too many non-finite steps in a row, or a last epoch that applied no step or ends in a loss that is not finite."""
 
 
 class Trainer:
@@ -91,7 +88,7 @@ class Trainer:
         self.anatomy = Anatomy(self.meter, self.engine, self.data.bytes)
         self.recovery = Recovery(run, self.engine, self.method.release, self.emit)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
-        self.trace = Trace(layers=list(self.network.layers))
+        self.trace = Trace(layers=list(self.network.layers), start=self.method.start)
         self.peaks = Peaks()
         self._probe_pool_bytes, self._evaluated_at = 0, settings.evaluation.batch
         self._record_next, self.step = True, 0
@@ -154,12 +151,7 @@ class Trainer:
             self.emit("epoch", record.model_dump())
             if record.epoch < self.settings.epochs and self.keeper is not None and self.keeper.due(record.epoch):
                 self._keep()
-        record = self.run.epochs[-1]
-        if record.steps_skipped == record.steps or record.evaluation_loss is None:
-            raise Diverged(
-                f"the last epoch skipped {record.steps_skipped} of {record.steps} steps and its evaluation loss is "
-                f"{record.evaluation_loss}; lower optimizer.lr or check the data"
-            )
+        check_end(self.run.epochs[-1])
         self.finish()
         return self.trace
 
@@ -182,6 +174,7 @@ class Trainer:
         while sampler.remaining:
             if self.stop.asked:
                 self._interrupt(started, reading_begun)
+            self._follow_schedule(so_far)
             so_far.sizes.append(self._train_step(sampler))
             so_far.chosen.append(self.method.decision.batch)
             so_far.taken = sampler.taken
@@ -198,6 +191,7 @@ class Trainer:
                 reading_begun = self.engine.start_reading(), self.step, share_of_epoch
         if reading_begun is not None:
             so_far.plan_changes += self._control(so_far, *reading_begun)
+        self._follow_schedule(so_far)  # what comes after the last step is in force as the epoch is evaluated
         so_far.pending = None
         if so_far.number < self.settings.epochs:
             # The device has yet to run the last steps: it does not wait while the next order is drawn.
@@ -263,9 +257,11 @@ class Trainer:
             if failed is None:
                 break
             sampler.put_back(len(indices))
+            before = self.method.decision
             if not self.method.back_off(tried=len(indices)):
                 raise error_of(failed)
-            self._follow(self.method.decision)
+            self.trace.back_offs.append(ledger.back_off_trace(self.step, len(indices), before, self.method.decision))
+            self._put_in_force(before, self.method.decision)
             self._begin_window()
             self.peaks.window, self._record_next = None, True  # no reading of the size that is next
         if joined or (outcome == "warmed" and self.settings.engine.autotune):
@@ -282,10 +278,25 @@ class Trainer:
         with counted, self.anatomy.watching(self._record_next):
             return self.engine.step(indices)
 
-    def _follow(self, decision: control.Decision) -> None:
-        """Put its rates and its batch size's share in the rate in force."""
-        rules = self.settings.method.batch
-        self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
+    def _put_in_force(self, before: control.Decision, decision: control.Decision) -> None:
+        """Its plan, its rates, and its batch size with what that does to the rate."""
+        if decision.executed != before.executed:
+            self.recovery.must("a change of plan", lambda: self.engine.set_plan(decision.executed))
+        if decision.rates != before.rates or decision.batch != before.batch:
+            rules = self.settings.method.batch
+            self.engine.set_rates(decision.rates, batch_rate_factor(rules.lr_rule, decision.batch, rules.initial))
+
+    def _follow_schedule(self, so_far: ledger.EpochSoFar) -> None:
+        """Put in force what the method had known would come after as many steps, where it goes by a schedule."""
+        before = self.method.decision
+        decision = self.method.scheduled(self.step)
+        if decision is None:
+            return
+        self._put_in_force(before, decision)
+        self._record_next = True
+        so_far.plan_changes += decision.plan_changed
+        unread = control.Signals(so_far.number, None, None, None, None)
+        self.trace.decisions.append(ledger.decision_trace(self.step, self.step, unread, before, decision))
 
     def _probe(self) -> float:
         """Read curvature; its peak is kept apart from the training window's. Returns the seconds it took."""
@@ -339,12 +350,9 @@ class Trainer:
         capturing = self.engine.captured.share(self.training_seconds)
         seen = reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing, reading.momentum_square
         signals, decision = self.method.decide(so_far.number, *seen)
-        if decision.executed != before.executed:
-            self.recovery.must("a change of plan", lambda: self.engine.set_plan(decision.executed))
-        if decision.rates != before.rates or decision.batch != before.batch:
-            self._follow(decision)
+        self._put_in_force(before, decision)
         self._record_next = True
-        self.trace.decisions.append(ledger.decision_trace(step, signals, before, decision))
+        self.trace.decisions.append(ledger.decision_trace(step, self.step, signals, before, decision))
         done, epochs = so_far.number - 1 + share_of_epoch, self.settings.epochs
         self.emit("progress", ledger.progress(done, epochs, so_far.before, reading, decision, memory_bytes))
         return decision.plan_changed
@@ -364,12 +372,7 @@ class Trainer:
         self._note_eager_steps()
         self.run.steps_skipped = reading.steps_skipped
         self.run.samples_applied = reading.samples_applied
-        limit = self.settings.method.loss_scale.max_consecutive_skips
-        if reading.longest_skip_run >= limit:
-            raise Diverged(
-                f"{reading.longest_skip_run} steps in a row had non-finite gradients, "
-                f"method.loss_scale.max_consecutive_skips={limit}; lower optimizer.lr or check the data"
-            )
+        check_skips(reading, self.settings.method.loss_scale.max_consecutive_skips)
 
     def _note_eager_steps(self) -> None:
         """Record once why steps are not captured, and say so if that was not to be expected."""

@@ -27,6 +27,7 @@ from triaccel_bench import graphs, inspection, pace
 from triaccel_bench import hardware as hardware_module
 from triaccel_bench.anatomy import held
 from triaccel_bench.data import DataError, load
+from triaccel_bench.divergence import Diverged
 from triaccel_bench.hardware import DeviceError, Hardware
 from triaccel_bench.identity import RESULTS_VERSION
 from triaccel_bench.meters import card_state
@@ -35,7 +36,7 @@ from triaccel_bench.records import CHECKPOINT_FILE, Provenance, RunRecord, Trace
 from triaccel_bench.resumption import CheckpointError, Interrupted, Keeper, Owner, Stop, stoppable
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.shortage import DOUBTFUL, cause_of
-from triaccel_bench.trainer import Diverged, Trainer
+from triaccel_bench.trainer import Trainer
 from triaccel_bench.weights import WeightsError
 
 REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)
