@@ -149,11 +149,23 @@ def baseline(cell: Cell, found: Iterable[Cell]) -> Cell | None:
     return alike[0] if len(alike) == 1 else None
 
 
-def counterpart(cell: Cell, found: Iterable[Cell], method: str) -> Cell | None:
-    """The one cell of ``method`` with a finished seed that differs from ``cell`` in its method and budget alone."""
-    wanted = cell.dataset, cell.model, method
-    alike = [other for other in found if names(other) == wanted and other.summaries and other.shared == cell.shared]
-    return alike[0] if len(alike) == 1 else None
+class Counterparts:
+    """Finds the cells that differ from another in their method and budget alone; only those with a finished seed."""
+
+    def __init__(self, found: Iterable[Cell]) -> None:
+        self._alike: dict[tuple, list[Cell]] = {}
+        for cell in found:
+            if cell.summaries:
+                self._alike.setdefault(self._key(cell, cell.method), []).append(cell)
+
+    def of(self, cell: Cell, method: str) -> Cell | None:
+        """The one of ``method``; ``None`` where there is none, or more than one."""
+        alike = self._alike.get(self._key(cell, method), ())
+        return alike[0] if len(alike) == 1 else None
+
+    @staticmethod
+    def _key(cell: Cell, method: str) -> tuple:
+        return cell.dataset, cell.model, method, *sorted(cell.shared.items())
 
 
 def why_no_baseline(cell: Cell, found: Iterable[Cell]) -> str:

@@ -8,6 +8,7 @@ since whoever only asks for help would wait for it.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -56,23 +57,36 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float], ratio: bool =
     if not all(math.isfinite(value) for pair in pairs for value in pair) or (ratio and lowest <= 0):
         expected = "positive and finite" if ratio else "finite"
         raise ValueError(f"expected {expected} values, got {pairs}; a figure that was not measured has no place here")
-    from scipy import stats
-
     apart = [math.log(a / b) if ratio else a - b for a, b in pairs]
     back = math.exp if ratio else float
     mean, n = statistics.fmean(apart), len(apart)
     if n < 2:
         return Difference(back(mean), n, ratio)
-    error, quantile = statistics.stdev(apart) / math.sqrt(n), float(stats.t.ppf((1 + CONFIDENCE) / 2, n - 1))
+    error, quantile = statistics.stdev(apart) / math.sqrt(n), _quantile((1 + CONFIDENCE) / 2, n)
     if error == 0:
         p = 1.0 if mean == 0 else 0.0
     else:
-        p = float(2 * stats.t.sf(abs(mean) / error, n - 1))
+        p = 2 * _beyond(abs(mean) / error, n)
     smallest = back(error * _shift(n)) - (1 if ratio else 0)
     low, high = back(mean - quantile * error), back(mean + quantile * error)
     return Difference(back(mean), n, ratio, low, high, p, smallest, (error, quantile))
 
 
+def _beyond(t: float, n: int) -> float:
+    """The chance of a larger t with n values."""
+    from scipy import special
+
+    return float(special.stdtr(n - 1, -t))
+
+
+@functools.cache
+def _quantile(level: float, n: int) -> float:
+    from scipy import special
+
+    return float(special.stdtrit(n - 1, level))
+
+
+@functools.cache
 def _shift(n: int) -> float:
     """The noncentrality, in standard errors, at which a two-sided paired t test of n has ``POWER``.
 
@@ -80,7 +94,7 @@ def _shift(n: int) -> float:
     """
     from scipy import optimize, stats
 
-    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, n - 1)
+    quantile = _quantile((1 + CONFIDENCE) / 2, n)
 
     def missing(shift: float) -> float:
         return stats.nct.sf(quantile, n - 1, shift) - POWER
@@ -116,10 +130,7 @@ def not_inferior(ours: Mapping[int, float], theirs: Mapping[int, float], margin:
         return None
     if found.errors is None:
         return Bound(None, margin, found.n)
-    from scipy import stats
-
-    quantile = float(stats.t.ppf(CONFIDENCE, found.n - 1))
-    return Bound(quantile * found.errors[0] - found.mean, margin, found.n)
+    return Bound(_quantile(CONFIDENCE, found.n) * found.errors[0] - found.mean, margin, found.n)
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:

@@ -9,7 +9,7 @@ from typing import Any
 import pandas
 
 from triaccel_bench import compare, footers
-from triaccel_bench.cells import Cell, counterpart
+from triaccel_bench.cells import Cell, Counterparts
 from triaccel_bench.compare import Bound, Difference, Verdict
 from triaccel_bench.footers import NOT_MEASURED
 from triaccel_bench.labels import method_label
@@ -61,11 +61,12 @@ class _Pair:
 def differences(results: Results, margin: float = MARGIN) -> Table:
     """Each method against each baseline that was run with the same data, model, device and other settings."""
     sheet = Sheet(results, method_label)
+    counterparts = Counterparts(sheet.cells)
     pairs = [
         _pair(cell, against, margin)
         for cell in sheet.cells
         for method in BASELINES[: BASELINES.index(cell.method) if cell.method in BASELINES else None]
-        if (against := counterpart(cell, sheet.cells, method)) is not None
+        if (against := counterparts.of(cell, method)) is not None
     ]
     tests = [(pair, quantity, pair.found[quantity.field]) for pair in pairs for quantity in QUANTITIES]
     adjusted = compare.holm([found and found.p for _, _, found in tests])
