@@ -282,7 +282,7 @@ def test_a_recorded_schedule_has_a_row_of_its_own_that_says_what_it_follows():
     )
     table = table2(Results((run(), run(method="triaccel", gb=0.3), followed, shuffled)))
     text = to_markdown(table)
-    assert "Recorded Schedule, Open Loop (replay.shuffle=null)" in text
+    assert "Open-Loop Replay (replay.shuffle=null)" in text
     told = "nothing was read or decided; it followed schedule 0123456789ab, recorded in results/runs/a/seed-0"
     plain, permuted = (note for note in table.footers if told in note)
     assert plain.endswith("seed-0.") and permuted.endswith("permuted among them (replay.seed=4).")
