@@ -163,7 +163,7 @@ def check_at_the_end(root: Path, undisturbed: Path) -> None:
     for name in expected:
         left, right = read_run(undisturbed / name), read_run(root / name)
         traces = [read_trace((place / name).with_name(TRACE_FILE)) for place in (undisturbed, root)]
-        pairs = [(left.model_dump(), right.model_dump()), tuple(trace.model_dump() for trace in traces)]
+        pairs = [(left.model_dump(), right.model_dump()), tuple(trace.model_dump(mode="json") for trace in traces)]
         for pair in pairs:
             if told := list(differences(*map(without_clocks, pair), name)):
                 raise Fault("; ".join(told[:5]))

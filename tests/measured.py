@@ -42,7 +42,8 @@ def settings(dataset: str, model: str, method: str) -> dict[str, Any]:
     """What a run of one epoch and seed records; a name without a file in ``conf/`` gets the settings of FP32's."""
     tree = deepcopy(_composed("epochs=1", "seeds=[0]", "method=fp32"))
     for group, name in (("dataset", dataset), ("model", model), ("method", method)):
-        if (CONF / group / f"{name}.yaml").is_file():
+        # method=replay has no settings of its own.
+        if name != "replay" and (CONF / group / f"{name}.yaml").is_file():
             tree[group] = deepcopy(_composed(f"{group}={name}")[group])
         tree[group]["name"] = name
     return tree

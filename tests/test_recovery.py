@@ -85,12 +85,13 @@ def undisturbed_at(sizes: list[int], *overrides: str):
     def taken(sampler, size):
         wanted = left.pop(0)
         if wanted != made.method.decision.batch and wanted in (8, 16, 24):
+            before = made.method.decision
             while made.method.decision.batch > wanted:
                 made.method.state = control.back_off(made.method.state, rules, made.method.decision.batch)
                 made.method.decision = made.method.decision.__class__(
                     **{**vars(made.method.decision), "batch": made.method.state.batch}
                 )
-            made._follow(made.method.decision)
+            made._put_in_force(before, made.method.decision)
         return take(sampler, wanted)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -23,7 +23,7 @@ CONFIGURATIONS = {
     "triaccel_curvature_batch": "+ Curvature and Dynamic Batch Sizing",
     "triaccel": paper.CONFIGURATION_LABELS["triaccel"],
     "triaccel_plus": "Tri-Accel Plus",
-    "replay": "Recorded Schedule, Open Loop",
+    "replay": "Open-Loop Replay",
 }
 """Table 2's rows, in its order: each switch alone, pairs, all, and what this project adds."""
 

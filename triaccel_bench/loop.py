@@ -59,6 +59,11 @@ class TriAccel:
     ) -> None:
         if memory_gb is not None and not 1e-6 <= memory_gb <= 1e6:
             raise SettingsError(f"memory_gb={memory_gb}: expected GB (1e9 bytes) from 1e-6 to 1e6; or leave it out")
+        if method == "replay":
+            raise SettingsError(
+                "method=replay: expected a method that decides, since a recorded schedule counts the benchmark's own "
+                "steps; use another"
+            )
         device = next(model.parameters()).device
         settings = compose([f"method={method}", f"device={device.type}", f"method.batch.initial={batch}", *overrides])
         self.settings = settings.method
@@ -73,11 +78,6 @@ class TriAccel:
             raise SettingsError(
                 "method.batch.growth=noise: expected paper or model in a loop of your own, whose optimizer's momentum "
                 "is not read; set method.batch.growth=model"
-            )
-        if settings.replay.run is not None:
-            raise SettingsError(
-                f"replay.run={settings.replay.run}: expected null in a loop of your own, which decides by itself; "
-                "leave it out"
             )
         if settings.model.checkpointing:
             raise SettingsError(

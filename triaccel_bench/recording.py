@@ -159,7 +159,7 @@ def with_recorded_method(config: dict[str, Any]) -> dict[str, Any]:
     for key, value, recorded in _differences(method, recording.method, "method"):
         raise SettingsError(
             f"{key}={value}: expected {recorded} as in the run of replay.run={where}, whose method is followed; "
-            "leave it out"
+            "leave it out, or set it to that"
         )
     if config.get("epochs") != recording.epochs:
         raise SettingsError(
