@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    0: {"noise", "settings", "records", "paper", "sources", "lanczos", "shortage", "checkpointing"},
+    0: {"noise", "settings", "records", "paper", "sources", "lanczos", "shortage", "checkpointing", "leases"},
     1: {
         "parsing",
         "identity",

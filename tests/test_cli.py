@@ -172,7 +172,7 @@ def test_a_root_that_cannot_be_written_is_refused_before_training(here, capfd, n
 
 
 def test_a_folder_of_a_seed_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
+    monkeypatch.setattr(runner, "_device_name", lambda *_: "cpu")
     chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
     runner.seed_folder(chosen, identity(chosen, "cpu"), 0).parent.touch()
     (outcome,) = runner.run_cells([chosen], Reporter())
@@ -293,7 +293,7 @@ def test_a_closed_pipe_ends_the_command_in_a_sentence_and_no_encoding_does(tmp_p
 
 
 def test_a_second_command_waits_for_the_first_and_reuses_its_record(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
+    monkeypatch.setattr(runner, "_device_name", lambda *_: "cpu")
     chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
     cell = identity(chosen, "cpu")
     folder = runner.seed_folder(chosen, cell, 0)
@@ -340,7 +340,7 @@ def test_a_record_that_does_not_answer_is_run_again(tmp_path, monkeypatch, damag
         return ("finished", ("done", None)), 0
 
     monkeypatch.setattr(runner, "_child", answer)
-    monkeypatch.setattr(runner, "_device_name", lambda device, kernels: "cpu")
+    monkeypatch.setattr(runner, "_device_name", lambda *_: "cpu")
     (outcome,) = runner.run_cells([chosen], Listening())
     assert asked == ["run_seed"] and not outcome.reused
     assert str(path) in said[0] and said[0].endswith("running that seed again")

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from triaccel_bench.identity import RESULTS_VERSION, identity
-from triaccel_bench.preflight import Check, Report
+from triaccel_bench.leases import Devices, Lease
+from triaccel_bench.preflight import Check, Report, merged
 from triaccel_bench.progress import Reporter
 from triaccel_bench.records import (
     CHECKPOINT_FILE,
@@ -62,14 +63,19 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     Raises:
         Refused: a device that the cells ask for cannot be used; nothing has been run.
     """
-    devices, obstacles = _before_the_first(cells, reporter)
     outcomes: list[Outcome] = []
-    for number, settings in enumerate(cells):
-        label, device_name = cell_label(settings), devices[settings.device, settings.kernels]
-        try:
-            _run_cell(settings, label, device_name, obstacles.get(number), reporter, outcomes)
-        except Refused as error:
-            outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None))
+    with Devices(reporter.line) as devices:
+        names, obstacles = _before_the_first(cells, devices, reporter)
+        if devices.fault is not None:
+            reporter.line(f"{devices.fault}: nothing keeps other runs off the GPU meanwhile")
+        for number, settings in enumerate(cells):
+            label, name = cell_label(settings), names[settings.device, settings.kernels]
+            # Before any seed is claimed: two that wait for what the other has would wait for ever.
+            lease = _lease(devices, settings)
+            try:
+                _run_cell(settings, label, name, obstacles.get(number), lease, reporter, outcomes)
+            except Refused as error:
+                outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None))
     return outcomes
 
 
@@ -79,12 +85,14 @@ def preflight(cells: Sequence[Settings]) -> Report:
     Raises:
         Refused: the process that looks ended early.
     """
-    report = _checked(cells, thorough=True)
-    obstacles = report.obstacles()
-    able = [(number, settings) for number, settings in enumerate(cells) if number not in obstacles]
-    if not able:
-        return report
-    verdict, exit_code = _child("expect_time", (able,), lambda kind, payload: None)
+    with Devices(lambda text: print(text, flush=True)) as devices:
+        report = _checked(cells, True, devices)
+        obstacles = report.obstacles()
+        able = [(number, settings) for number, settings in enumerate(cells) if number not in obstacles]
+        if not able:
+            return report
+        lease = _lease(devices, able[0][1])
+        verdict, exit_code = _child("expect_time", (able, lease), lambda kind, payload: None)
     if verdict is not None:
         return Report((*report.checks, *verdict[1]), report.devices)
     finding = f"{cell_label(able[0][1])}: the process of a few steps ended early ({_how(exit_code)})"
@@ -92,21 +100,32 @@ def preflight(cells: Sequence[Settings]) -> Report:
     return Report((*report.checks, lost), report.devices)
 
 
-def _checked(cells: Sequence[Settings], thorough: bool) -> Report:
-    verdict, exit_code = _child("check_cells", (list(cells), thorough), lambda kind, payload: None)
-    if verdict is None:
-        raise Refused(f"preflight: its process ended early ({_how(exit_code)}); preflight=off goes on without it")
-    return verdict[1]
+def _lease(devices: Devices, settings: Settings) -> Lease | None:
+    return devices.take(settings.device, settings.runner.share_gpu)
+
+
+def _checked(cells: Sequence[Settings], thorough: bool, devices: Devices) -> Report:
+    """The checks of all cells, each on the card that its runs will have."""
+    parts = []
+    for device in dict.fromkeys(settings.device for settings in cells):
+        numbers = [number for number, settings in enumerate(cells) if settings.device == device]
+        members = [cells[number] for number in numbers]
+        arguments = members, thorough, _lease(devices, members[0])
+        verdict, exit_code = _child("check_cells", arguments, lambda kind, payload: None)
+        if verdict is None:
+            raise Refused(f"preflight: its process ended early ({_how(exit_code)}); preflight=off goes on without it")
+        parts.append((device, numbers, verdict[1]))
+    return merged(parts)
 
 
 def _before_the_first(
-    cells: Sequence[Settings], reporter: Reporter
+    cells: Sequence[Settings], devices: Devices, reporter: Reporter
 ) -> tuple[dict[tuple[str, str], str], dict[int, str]]:
     """Names of the cells' devices, and why cells cannot run, by their number; what else is known is said."""
-    keys = dict.fromkeys((settings.device, settings.kernels) for settings in cells)
     if not cells or cells[0].preflight == "off":
-        return {key: _device_name(*key) for key in keys}, {}
-    report = _checked(cells, thorough=False)
+        distinct = {(settings.device, settings.kernels): settings for settings in cells}
+        return {key: _device_name(*key, _lease(devices, settings)) for key, settings in distinct.items()}, {}
+    report = _checked(cells, False, devices)
     obstacles = report.obstacles()
     for number, settings in enumerate(cells):
         if (settings.device, settings.kernels) not in report.devices:
@@ -134,6 +153,7 @@ def _run_cell(
     label: str,
     device_name: str,
     obstacle: str | None,
+    lease: Lease | None,
     reporter: Reporter,
     outcomes: list[Outcome],
 ) -> None:
@@ -152,7 +172,7 @@ def _run_cell(
             if obstacle is not None:
                 raise Refused(obstacle)
             reporter.start(f"{label}/seed {seed}", settings.memory.meter)
-            status, reason = _run_seed(settings, seed, cell, folder, reporter)
+            status, reason = _run_seed(settings, seed, cell, folder, lease, reporter)
             if status != "done":
                 reporter.line(f"{label}/seed {seed}: {status}: {reason}")
             outcomes.append(Outcome(label, seed, status, reason, path))
@@ -214,7 +234,9 @@ def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
     return run.status == "done"
 
 
-def _run_seed(settings: Settings, seed: int, cell: str, folder: Path, reporter: Reporter) -> tuple[Status, str | None]:
+def _run_seed(
+    settings: Settings, seed: int, cell: str, folder: Path, lease: Lease | None, reporter: Reporter
+) -> tuple[Status, str | None]:
     def receive(kind: str, payload) -> None:
         if kind == "progress":
             reporter.progress(payload)
@@ -223,7 +245,7 @@ def _run_seed(settings: Settings, seed: int, cell: str, folder: Path, reporter: 
         elif kind == "note":
             reporter.line(payload["text"])
 
-    verdict, exit_code = _child("run_seed", (settings, seed, cell, folder), receive)
+    verdict, exit_code = _child("run_seed", (settings, seed, cell, folder, lease), receive)
     if verdict is not None and verdict[0] == "refused":
         raise Refused(verdict[1])
     if verdict is not None:
@@ -238,8 +260,8 @@ def _run_seed(settings: Settings, seed: int, cell: str, folder: Path, reporter: 
     return "failed", reason
 
 
-def _device_name(device: str, kernels: str) -> str:
-    verdict, exit_code = _child("inspect_device", (device, kernels), lambda kind, payload: None)
+def _device_name(device: str, kernels: str, lease: Lease | None) -> str:
+    verdict, exit_code = _child("inspect_device", (device, kernels, lease), lambda kind, payload: None)
     if verdict is None:
         raise Refused(f"device={device}: looking at the device ended early ({_how(exit_code)})")
     kind, payload = verdict

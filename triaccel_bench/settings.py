@@ -216,8 +216,13 @@ class EvaluationSettings(_Section):
     batch: PositiveInt
 
 
+class RunnerSettings(_Section):
+    share_gpu: bool
+
+
 class ResultsSettings(_Section):
     root: PathText
+    scratch: PathText | None
     reuse: bool
     resume: bool
     checkpoint_every: PositiveInt
@@ -246,6 +251,7 @@ class Settings(_Section):
     memory: MemorySettings
     engine: EngineSettings
     evaluation: EvaluationSettings
+    runner: RunnerSettings
     results: ResultsSettings
 
     @property
