@@ -30,6 +30,7 @@ LEVELS = {
         "results",
         "labels",
         "layout",
+        "scratch",
     },
     2: {
         "captures",
@@ -44,13 +45,14 @@ LEVELS = {
         "hessian",
         "jacobian",
     },
-    3: {"preflight", "engine", "footers", "sheet", "curvature"},
+    3: {"preflight", "claims", "engine", "footers", "sheet", "curvature"},
     4: {"inspection", "pace", "anatomy", "ledger", "methods", "tables", "recovery"},
     5: {"assembly", "loop"},
     6: {"trainer"},
     7: {"worker"},
     8: {"runner"},
-    9: {"cli", "tables_cli"},
+    9: {"launching"},
+    10: {"cli", "tables_cli"},
 }
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names} | {"kernels": 0}
 

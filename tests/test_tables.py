@@ -338,3 +338,10 @@ def test_audit_table_shows_every_finding():
     table = audit_table()
     assert [row[0] for row in table.rows] == [finding.claim for finding in paper.audit()]
     assert ("12.25", "12.44", "NO") in [row[1:4] for row in table.rows]
+
+
+def test_times_of_a_shared_card_are_named():
+    shared = {"device": "cuda", "runner": {"share_gpu": True}}
+    runs = run(seed=0), run(seed=1, tree=shared), run(method="amp"), run(method="tf32", tree=shared | {"device": "cpu"})
+    (said,) = [footer for footer in table1(Results(runs)).footers if "share_gpu" in footer]
+    assert said == "FP32 Baseline: times on a GPU that other runs shared (runner.share_gpu=true)."

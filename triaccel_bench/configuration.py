@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 
 from omegaconf import DictConfig, OmegaConf
@@ -12,8 +13,9 @@ from triaccel_bench.settings import Settings
 
 CONFIG_PACKAGE = "triaccel_bench.conf"
 
-# Hydra's own folders carry the process id, so that two sweeps begun in one second do not share one.
-OmegaConf.register_new_resolver("process_id", os.getpid, replace=True)
+# Hydra's own folders carry machine and process, so that two sweeps begun in one second do not share one: in containers
+# the process's number is the same on all machines.
+OmegaConf.register_new_resolver("process_id", lambda: f"{socket.gethostname()}-{os.getpid()}", replace=True)
 OmegaConf.register_new_resolver("expanded", os.path.expanduser, replace=True)
 
 

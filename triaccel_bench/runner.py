@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import multiprocessing
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
+from triaccel_bench.claims import Refused, claimed, recover
 from triaccel_bench.identity import RESULTS_VERSION, identity
 from triaccel_bench.leases import Devices, Lease
 from triaccel_bench.preflight import Check, Report, merged
@@ -23,7 +23,6 @@ from triaccel_bench.progress import Reporter
 from triaccel_bench.records import (
     CHECKPOINT_FILE,
     RUN_FILE,
-    TRACE_FILE,
     RecordError,
     RunRecord,
     Status,
@@ -45,10 +44,6 @@ class Outcome:
     reason: str | None
     path: Path | None
     reused: bool = False
-
-
-class Refused(RuntimeError):
-    """A child found, before any step, that the run cannot be set up; its message says why and what to do."""
 
 
 def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
@@ -162,7 +157,9 @@ def _run_cell(
     for seed in settings.seeds:
         folder = seed_folder(settings, cell, seed)
         path = folder / RUN_FILE
-        with _claimed(folder, f"{label}/seed {seed}", reporter):
+        with claimed(folder, f"{label}/seed {seed}", reporter):
+            if settings.results.reuse:
+                recover(folder, settings.results.scratch, f"{label}/seed {seed}", reporter)
             if settings.results.reuse and _finished(path, cell, seed, reporter):
                 reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
                 # Of a run that was killed between its record and its end.
@@ -186,34 +183,6 @@ def _run_cell(
 
 def _step_peak(run: RunRecord) -> int:
     return 0 if run.memory is None else run.memory.step_peak_bytes or 0
-
-
-@contextlib.contextmanager
-def _claimed(folder: Path, label: str, reporter: Reporter) -> Iterator[None]:
-    """Hold a seed's folder alone, waiting for another command that does; the system frees it when a holder dies."""
-    lock = folder / ".lock"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise Refused(
-            f"{folder}: expected a folder that can be written, got {error}; name another by results.root"
-        ) from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            reporter.line(f"{label}: another command is running it; waiting for that one to end")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:
-            # A file system without locks: each command still writes whole records.
-            pass
-        for name in (RUN_FILE, TRACE_FILE, CHECKPOINT_FILE):
-            for part in folder.glob(f".{name}.*"):
-                part.unlink()
-        yield
-    finally:
-        os.close(handle)
 
 
 def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:

@@ -34,6 +34,7 @@ from triaccel_bench.models import WeightsError
 from triaccel_bench.preflight import Check, failed
 from triaccel_bench.records import CHECKPOINT_FILE, Provenance, RunRecord, Trace, planned_run, write_run
 from triaccel_bench.resumption import CheckpointError, Interrupted, Keeper, Owner, Stop, stoppable
+from triaccel_bench.scratch import Workplace
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.shortage import DOUBTFUL, cause_of
 from triaccel_bench.trainer import Diverged, Trainer
@@ -118,7 +119,9 @@ def _run_seed(
 ) -> None:
     run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
     trace = keeper = None
+    work = Workplace(folder, settings.results.scratch)
     try:
+        work.open()
         found = hardware_module.inspect(device, settings.kernels)
         run.provenance = provenance(found)
         for warning in found.warnings:
@@ -128,11 +131,16 @@ def _run_seed(
         run.dataset_fingerprint = images.fingerprint
         if settings.results.resume:
             owner = Owner(cell, seed, RESULTS_VERSION, images.fingerprint)
-            keeper = Keeper(folder / CHECKPOINT_FILE, owner, settings.results.checkpoint_every, stop)
+            path, every = work.folder / CHECKPOINT_FILE, settings.results.checkpoint_every
+            keeper = Keeper(path, owner, every, stop, publish=work.publish)
         trace = _train(settings, seed, found, images, run, emit, keeper)
     except REFUSALS as error:
+        work.close()
         pipe.send(("refused", str(error)))
         return
+    except Interrupted:
+        work.close()
+        raise
     except Exception as error:
         _fail(run, error, emit)
     stop.deferred = True
@@ -141,7 +149,9 @@ def _run_seed(
         run.provenance.sm_clock_mhz, run.provenance.temperature_celsius = card_state(found)
         run.provenance.finished_at = _now()
     try:
-        write_run(folder, run, trace)
+        write_run(work.folder, run, trace)
+        work.publish_record()
+        work.close()
     except OSError as error:
         run.reason = f"{run.status}, but its record cannot be written ({error}); free space below results.root"
         run.status = "failed"
