@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -183,13 +184,18 @@ def test_a_child_holds_the_card_as_long_as_it_lives(machine):
 
 
 def test_a_file_that_was_cleared_away_is_no_lock(machine, monkeypatch):
-    first = lease_one([A], shared=False)
-    path = leases.FOLDER / A.uuid
-    path.unlink()
-    taken = lease_one([A], shared=False)
-    assert taken is not None and path.exists(), "who comes later agrees on a file that others find"
+    path, lock, cleared = leases.FOLDER / A.uuid, fcntl.flock, []
+
+    def clear_first(handle: int, how: int) -> None:
+        if not cleared:
+            cleared.append(path.unlink())
+        lock(handle, how)
+
+    monkeypatch.setattr(leases.fcntl, "flock", clear_first)
+    lease = lease_one([A], shared=False)
+    assert path.exists(), "who comes later must find the file that is locked"
     assert lease_one([A], shared=False) is None
-    first.close()
+    lease.close()
 
 
 @pytest.mark.parametrize("fault", ["file", "link", "others may write"])

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +207,7 @@ def _launched(how: Launch, task: Any, overrides: Sequence[list[str]]) -> Sequenc
     context = HydraContext(config_loader=how.loader, callbacks=Callbacks(config))
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)
     try:
-        with _deaf_children():
+        with _deaf_children(type(launcher).__name__):
             return launcher.launch(overrides, initial_job_idx=0)
     except SystemExit:
         # Ray answers SIGTERM with it.
@@ -265,7 +266,7 @@ def _asking_to_stop(stop: Path) -> Iterator[list[str]]:
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
+def _deaf_children(launcher: str) -> Iterator[None]:
     """Ctrl-C reaches the whole process group; what is started here does not hear it, and is told by the file.
 
     A worker that waits for its next job would end of it, and a pool that loses one kills all others. They inherit
@@ -273,6 +274,12 @@ def _deaf_children() -> Iterator[None]:
     """
     ended = threading.Event()
     threading.Thread(target=ended.wait, daemon=True).start()
+    # Before the signal is blocked: the start of a tracker unblocks it.
+    resource_tracker.ensure_running()
+    if launcher == "JoblibLauncher":
+        from joblib.externals.loky.backend import resource_tracker as trackers_of_joblib
+
+        trackers_of_joblib.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
