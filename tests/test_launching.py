@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
-from test_cli import COMMAND, TINY, here, nothing_left_of, records, run  # noqa: F401
+from test_cli import COMMAND, TINY, here, nothing_left_of, processes_of, records, run  # noqa: F401
 
 from triaccel_bench import cli, launching
 from triaccel_bench.launching import stopped_by
@@ -87,6 +87,45 @@ def test_submitits_local_executor_runs_a_sweep(tmp_path, here, capfd, monkeypatc
     logs = [path.read_text() for path in (tmp_path / "some/where/.hydra").rglob("*_log.out")]
     assert sum("synthetic/resnet8/fp32/seed 0  epoch 1/1" in log for log in logs) == 1
     assert "synthetic/resnet8/fp32" not in said.out.split("Table 1")[0]
+
+
+@with_submitit
+def test_a_job_that_its_queue_stops_goes_on_when_it_is_queued_again(tmp_path):
+    command = [
+        *COMMAND,
+        "-m",
+        *TINY,
+        "epochs=40",
+        "method=fp32",
+        "seeds=[0]",
+        "results.root=runs",
+        "results.checkpoint_every=1000",
+    ]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+
+    def said() -> str:
+        return "".join(path.read_text() for path in tmp_path.rglob("*_log.out"))
+
+    with subprocess.Popen(
+        [*command, "hydra/launcher=submitit_local"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True, start_new_session=True, env=environment,
+    ) as process:  # fmt: skip
+        try:
+            until = time.monotonic() + 60
+            while "epoch 2/" not in said() and time.monotonic() < until:
+                time.sleep(0.02)
+            for one in processes_of(process.pid):
+                # Slurm gives its signal to all that the job has started; here the command and the queue are not of it.
+                words = Path(f"/proc/{one}/cmdline").read_bytes()
+                if one != process.pid and b"submitit.local" not in words:
+                    os.kill(one, signal.SIGUSR2)
+            output = process.communicate(timeout=60)[0]
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    (record,) = records(tmp_path)
+    assert record["status"] == "done" and len(record["epochs"]) == 40 and len(record["resumed_at"]) == 1
 
 
 @with_ray
