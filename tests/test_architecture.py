@@ -21,6 +21,7 @@ LEVELS = {
         "checkpointing",
         "weights",
         "deadline",
+        "leases",
         "bounds",
     },
     1: {
@@ -47,6 +48,7 @@ LEVELS = {
         "labels",
         "layout",
         "outcomes",
+        "scratch",
     },
     2: {
         "captures",
@@ -63,14 +65,15 @@ LEVELS = {
         "hessian",
         "jacobian",
     },
-    3: {"audit", "preflight", "engine", "footers", "sheet", "curvature", "reference", "replay"},
+    3: {"claims", "audit", "preflight", "engine", "footers", "sheet", "curvature", "reference", "replay"},
     4: {"inspection", "pace", "anatomy", "ledger", "methods", "openloop", "tables", "differences", "boxes", "recovery"},
     5: {"assembly", "loop"},
     6: {"trainer"},
     7: {"worker"},
     8: {"child"},
     9: {"runner"},
-    10: {"cli", "tables_cli"},
+    10: {"launching"},
+    11: {"cli", "tables_cli"},
 }
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names} | {"kernels": 0}
 

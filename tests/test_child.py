@@ -16,7 +16,7 @@ from triaccel_bench.records import CHECKPOINT_FILE, read_run
 
 
 def folder_of(chosen, seed: int):
-    return runner.seed_folder(chosen, identity(chosen, runner._device_name("cpu", "auto", None)), seed)
+    return runner.seed_folder(chosen, identity(chosen, runner._device_name(chosen, None)), seed)
 
 
 class Acting(Reporter):

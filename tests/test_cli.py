@@ -243,7 +243,7 @@ def test_sigterm_is_an_interruption_too(monkeypatch, here, capfd):
 
     monkeypatch.setattr(cli, "run_cells", terminated)
     monkeypatch.setattr(sys, "argv", ["triaccel-bench", "device=cpu"])
-    before = {number: signal.getsignal(number) for number in cli._INTERRUPTIONS}
+    before = {number: signal.getsignal(number) for number in cli.INTERRUPTIONS}
     try:
         with pytest.raises(SystemExit) as caught:
             cli.main()

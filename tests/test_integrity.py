@@ -21,7 +21,7 @@ from measured import run, write
 from tiny import settings
 
 import triaccel_bench
-from triaccel_bench import configuration, records, runner, tables_cli, worker
+from triaccel_bench import claims, configuration, records, runner, tables_cli, worker
 from triaccel_bench.child import Ended
 from triaccel_bench.deadline import Deadline
 from triaccel_bench.hardware import inspect
@@ -153,7 +153,7 @@ def test_output_on_a_full_disk_is_told_from_a_folder_that_cannot_be_written(tmp_
 
 
 def test_a_disk_that_others_fill_meanwhile_stops_the_sweep_before_it_trains_for_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_before_the_first", lambda cells, reporter: ({("cpu", "auto"): "cpu"}, {}))
+    monkeypatch.setattr(runner, "_before_the_first", lambda cells, devices, reporter: ({("cpu", "auto"): "cpu"}, {}))
     trained = []
 
     def answer(entry, arguments, *_):
@@ -183,7 +183,7 @@ def test_leftovers_that_cannot_be_removed_stop_nobody(tmp_path, monkeypatch):
     chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
     folder = runner.seed_folder(chosen, "cell", 0)
     (folder / f".{RUN_FILE}.half").mkdir(parents=True)
-    with runner._claimed(folder, "seed 0", Reporter(), Deadline(None)) as claimed:
+    with claims.claimed(folder, "seed 0", Reporter(), Deadline(None)) as claimed:
         assert claimed
 
 

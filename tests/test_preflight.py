@@ -341,7 +341,7 @@ def test_a_finished_cell_is_reused_though_its_data_are_gone(here, monkeypatch):
     settings = tiny.settings("preflight=auto", "method=fp32", "epochs=1", "results.root=runs")
     runner.run_cells([settings], Reporter())
     report = Report((Check("data", "fails", "gone", "fetch it", (0,)),), {("cpu", "auto"): hardware.cpu_name()})
-    monkeypatch.setattr(runner, "_checked", lambda cells, thorough: report)
+    monkeypatch.setattr(runner, "_checked", lambda *_: report)
     (outcome,) = runner.run_cells([settings], Reporter())
     assert outcome.reused
     (outcome,) = runner.run_cells([settings.model_copy(update={"seeds": (7,)})], Reporter())
@@ -364,7 +364,7 @@ def test_only_runs_nothing_and_exits_by_what_it_found(here, capfd, monkeypatch):
 
 def test_a_probe_that_dies_is_a_failed_check(monkeypatch):
     report = Report((), {("cpu", "auto"): "cpu"})
-    monkeypatch.setattr(runner, "_checked", lambda cells, thorough: report)
+    monkeypatch.setattr(runner, "_checked", lambda *_: report)
     monkeypatch.setattr(runner, "_child", lambda *arguments: Ended(None, -9))
     (check,) = runner.preflight([tiny.settings()]).checks
     assert check.verdict == "fails" and "SIGKILL" in check.finding and check.cells == (0,)

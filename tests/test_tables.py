@@ -347,3 +347,10 @@ def test_table_2_without_an_ablation_keeps_its_columns():
     assert table.rows == ()
     assert "reduction_percent" in table.frame.columns
     assert to_markdown(table).count("\n|") == 2
+
+
+def test_times_of_a_shared_card_are_named():
+    shared = {"device": "cuda", "runner": {"share_gpu": True}}
+    runs = run(seed=0), run(seed=1, tree=shared), run(method="amp"), run(method="tf32", tree=shared | {"device": "cpu"})
+    (said,) = [footer for footer in table1(Results(runs)).footers if "share_gpu" in footer]
+    assert said == "FP32 Baseline: times on a GPU that other runs shared (runner.share_gpu=true)."

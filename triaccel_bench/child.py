@@ -91,11 +91,11 @@ def call(
     here, there = context.Pipe(duplex=False)
     words_here, words_there = context.Pipe(duplex=False)
     child = context.Process(target=_enter, args=(entry, there, words_there, arguments), daemon=True)
-    # Ctrl-C reaches the whole process group, and so may Slurm's signals; the parent decides and ends the child. The
-    # fork server, started here, is deaf to them, as nobody else can tell whether its children live, and hands its mask
-    # down to them; a child listens when it can stop in good order. The resource tracker comes before the two signals
-    # that its start unblocks.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    # Ctrl-C reaches the whole process group, and so may Slurm's signals (submitit's is SIGUSR2); the parent decides and
+    # ends the child. The fork server, started here, is deaf to them, as nobody else can tell whether its children live,
+    # and hands its mask down to them; a child listens when it can stop in good order. The resource tracker comes before
+    # the two signals that its start unblocks.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1, signal.SIGUSR2})
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:

@@ -22,11 +22,13 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, OverrideParseException
+from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from triaccel_bench import deadline, preflight
+from triaccel_bench import deadline, launching, preflight
 from triaccel_bench.configuration import CONFIG_PACKAGE, FOLDERS_OF_HYDRA, to_settings
+from triaccel_bench.launching import INTERRUPTIONS
 from triaccel_bench.outcomes import Asked, Outcome, closing_lines, exit_code
 from triaccel_bench.progress import open_reporter
 from triaccel_bench.results import read_results
@@ -34,24 +36,18 @@ from triaccel_bench.runner import Refused, cell_label, run_cells
 from triaccel_bench.runner import preflight as check_cells
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.tables import table1
-from triaccel_bench.terminal import render_terminal, silence_output
-
-_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-_LOCAL_LAUNCHER = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+from triaccel_bench.terminal import print_any_name, render_terminal, silence_output
 
 
 def main() -> None:
     """Console entry; never returns normally."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            # A name that the terminal's encoding lacks is worth an escape, not the loss of a run.
-            stream.reconfigure(errors="backslashreplace")
+    print_any_name()
     # Slurm and `timeout` ask with SIGTERM, Slurm's --signal with SIGUSR1; left alone, they would end this process and
     # not the child.
-    for number in _INTERRUPTIONS:
+    for number in INTERRUPTIONS:
         signal.signal(number, _interrupt_once)
     code = run(sys.argv[1:])
-    for number in _INTERRUPTIONS:
+    for number in INTERRUPTIONS:
         # The end of the interpreter would otherwise take its handlers away while it can still be asked.
         signal.signal(number, signal.SIG_IGN)
     sys.exit(code)
@@ -59,7 +55,7 @@ def main() -> None:
 
 def _interrupt_once(*_: object) -> NoReturn:
     """Whoever asks may ask again, as ``timeout`` and Slurm do: the end is under way, and within a fixed time."""
-    for number in _INTERRUPTIONS:
+    for number in INTERRUPTIONS:
         signal.signal(number, lambda *_: None)
     raise KeyboardInterrupt
 
@@ -73,36 +69,31 @@ def run(arguments: list[str]) -> int:
     jobs: list[Settings] = []
     asked: list[Asked] = []
     mistakes: list[Exception] = []
-    outcomes: list[Outcome] = []
 
     @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_PACKAGE}", config_name="config")
     def job(config: DictConfig) -> None:
-        local = HydraConfig.get().launcher._target_ == _LOCAL_LAUNCHER
         try:
-            settings = to_settings(config)
+            _require_a_sweep(HydraConfig.get())
+            # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
+            jobs.append(to_settings(config))
+            asked.append(Asked(tuple(HydraConfig.get().overrides.task), options))
         except (SettingsError, OmegaConfBaseException) as error:
             # Raised here, Hydra would add a line of its own.
             mistakes.append(error)
-            return
-        how = Asked(tuple(HydraConfig.get().overrides.task), options)
-        if local:
-            # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
-            jobs.append(settings)
-            asked.append(how)
-        else:
-            # Another launcher (Slurm, say) has brought us to where the job is to run.
-            outcomes.extend(_run([settings], [how]))
 
+    launching.Withhold.kept = None
     previous, sys.argv = sys.argv, ["triaccel-bench", *_hydra_arguments(arguments)]
     try:
         try:
             _compose(job)
+            if not mistakes and jobs and launching.Withhold.kept is not None:
+                return exit_code(_launch(launching.Withhold.kept, jobs, asked))
         finally:
             _remove_folders_of_hydra()
         if mistakes:
             raise mistakes[0]
         try:
-            outcomes.extend(_run(jobs, asked))
+            outcomes = _run(jobs, asked)
             if sys.stdout is not None:
                 sys.stdout.flush()
         except SystemExit:
@@ -111,6 +102,9 @@ def run(arguments: list[str]) -> int:
     except (HydraException, OmegaConfBaseException, SettingsError, Refused) as error:
         print(f"triaccel-bench: {_sentence(error)}", file=sys.stderr)
         return 2
+    except launching.LaunchError as error:
+        print(f"triaccel-bench: {error}; finished seeds are kept, run the same command to go on", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("triaccel-bench: interrupted; finished seeds are kept, run the same command to go on", file=sys.stderr)
         return 130
@@ -132,6 +126,14 @@ def run(arguments: list[str]) -> int:
     finally:
         sys.argv = previous
     return exit_code(outcomes)
+
+
+def _require_a_sweep(config: DictConfig) -> None:
+    if config.mode == RunMode.RUN and config.launcher._target_ != launching.LOCAL:
+        raise SettingsError(
+            f"hydra/launcher={config.runtime.choices['hydra/launcher']}: expected -m, without which Hydra runs one job "
+            "here, whichever launcher is named; add -m"
+        )
 
 
 def _output_stands(error: OSError) -> bool:
@@ -217,9 +219,26 @@ def _run(jobs: list[Settings], asked: list[Asked]) -> list[Outcome]:
     if not jobs:
         return []
     if jobs[0].preflight == "only":
-        return _preflight(jobs)
+        return _shown(check_cells(jobs), jobs)
     with open_reporter(jobs[0].progress) as reporter:
         outcomes = run_cells(jobs, reporter)
+    _tell(outcomes, jobs, asked)
+    return outcomes
+
+
+def _launch(how: launching.Launch, jobs: list[Settings], asked: list[Asked]) -> list[Outcome]:
+    """The same by another launcher."""
+    overrides = [list(job.overrides) for job in asked]
+    if jobs[0].preflight == "only":
+        return _shown(launching.look(how, jobs, overrides), jobs)
+    if jobs[0].progress != "none":
+        print(f"{len(jobs)} jobs by {how.config.hydra.launcher._target_.rsplit('.', 1)[1]}, {how.folder}", flush=True)
+    outcomes = launching.launch(how, jobs, overrides)
+    _tell(outcomes, jobs, asked)
+    return outcomes
+
+
+def _tell(outcomes: list[Outcome], jobs: list[Settings], asked: list[Asked]) -> None:
     for outcome in outcomes:
         if outcome.status == "refused":
             print(f"triaccel-bench: {outcome.label}: {outcome.reason}", file=sys.stderr)
@@ -228,12 +247,10 @@ def _run(jobs: list[Settings], asked: list[Asked]) -> list[Outcome]:
         _summarise(outcomes)
     for line in closing_lines(outcomes, asked, jobs[0].runner.max_minutes):
         print(line, file=sys.stderr if silent else sys.stdout)
-    return outcomes
 
 
-def _preflight(jobs: list[Settings]) -> list[Outcome]:
+def _shown(report: preflight.Report, jobs: list[Settings]) -> list[Outcome]:
     """Show the checks of all cells; a cell that could not run counts as refused."""
-    report = check_cells(jobs)
     if sys.stdout is not None and sys.stdout.isatty():
         render_terminal(preflight.table(report))
     else:
@@ -265,6 +282,8 @@ def _sentence(error: Exception) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith(("full_key:", "object_type=", "Check that the config"))]
     text = " ".join(dict.fromkeys(lines))
+    if missing := re.search(r"Could not find 'hydra/launcher/(joblib|submitit|ray)", text):
+        return f"{text}; pip install -e '.[{missing[1]}]' brings it"
     return text + _suggestion(text)
 
 

@@ -161,6 +161,17 @@ def _pace(cell: Cell) -> str:
     return f"{text}, a probe every {method['curvature']['every']}" if _probes(cell) else text
 
 
+def company(found: list[Cell], name: Names) -> list[str]:
+    """Rows whose times were taken on a card that other runs may have used meanwhile."""
+    rows = [name(cell) for cell in found if any(_shares_its_card(run.settings) for run in cell.runs)]
+    return [f"{', '.join(rows)}: times on a GPU that other runs shared (runner.share_gpu=true)."] if rows else []
+
+
+def _shares_its_card(settings: dict[str, Any]) -> bool:
+    # Earlier records have no such setting.
+    return settings["device"] != "cpu" and settings.get("runner", {}).get("share_gpu", False)
+
+
 def _alike(found: list[Cell], name: Names, key: Callable[[Cell], Any]) -> list[tuple[Any, str]]:
     """Each key that cells share, with their names, in the order of the cells."""
     shared: dict[Any, list[str]] = {}

@@ -51,6 +51,9 @@ def look(cells: Sequence[Settings], thorough: bool) -> Report:
     for model in dict.fromkeys(s.model for s in cells if s.model.weights != "none"):
         checks.append(_weights(model, [(i, s) for i, s in numbered if s.model == model], thorough))
     checks += _curvature(numbered if thorough else [(i, s) for i, s in numbered if _may_be_slow(s)], shapes)
+    for scratch in dict.fromkeys(s.results.scratch for s in cells if s.results.scratch is not None):
+        members = [(i, s) for i, s in numbered if s.results.scratch == scratch]
+        checks.append(preflight.folder("scratch", Path(scratch), "results.scratch", _numbers(members)))
     for root in dict.fromkeys(settings.results.root for settings in cells):
         checks += _results(Path(root), [(i, s) for i, s in numbered if s.results.root == root], shapes, thorough)
     return Report(tuple(checks), devices)

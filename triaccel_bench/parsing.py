@@ -40,7 +40,7 @@ _EXPECTED_TEXT = {
     "device": "cpu, cuda or cuda:N (N: the number of the card)",
     "method.name": "a label of lower-case letters, digits and _, the first a letter",
 }
-_PATHS = {"dataset.path", "dataset.root", "model.weights", "results.root", "replay.run"}
+_PATHS = {"dataset.path", "dataset.root", "model.weights", "results.root", "results.scratch", "replay.run"}
 
 
 def _sentences(error: ValidationError) -> list[str]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -72,6 +72,16 @@ class Report:
             for check in self.checks
             if check.verdict == "warning" and not check.by_the_run
         ]
+
+
+def merged(parts: Iterable[tuple[str, Sequence[int], Report]]) -> Report:
+    """One report of several, each with the device that it is of and its cells' numbers in the whole sweep."""
+    checks: list[Check] = []
+    devices: dict[tuple[str, str], str] = {}
+    for device, numbers, report in parts:
+        checks += [replace(check, cells=tuple(numbers[cell] for cell in check.cells)) for check in report.checks]
+        devices |= {(device, kernels): name for (_, kernels), name in report.devices.items()}
+    return Report(tuple(dict.fromkeys(checks)), devices)
 
 
 _SHOWN = {"ok": "ok", "warning": "warning", "fails": "FAILS"}

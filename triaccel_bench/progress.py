@@ -59,6 +59,25 @@ class Plain(Reporter):
             self.line(text)
 
 
+class Labelled(Plain):
+    """Plain, for one of several jobs whose lines run together: each says whose it is, and no panel is torn apart.
+
+    Args:
+        label: the job's, until its first run begins.
+    """
+
+    def __init__(self, label: str, now=time.monotonic) -> None:
+        super().__init__(now)
+        self._label = label
+
+    def line(self, text: str) -> None:
+        super().line(text if text.startswith(self._label) else f"{self._label}: {text}")
+
+    def memory(self, label: str, run: RunRecord) -> None:
+        if panel := memory_panel(label, run):
+            super().line("\n".join(panel))
+
+
 class Live(Plain):
     """Plain's lines above a rich bar with loss, accuracy, B, memory, precision mix and time left."""
 

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -101,13 +101,22 @@ class Keeper:
 
     Args:
         every: epochs between two of them.
+        publish: brings the file of that name to where others find it, for a path that is not the place itself.
 
     Attributes:
         found: the state to go on from; ``None``: from the beginning.
     """
 
-    def __init__(self, path: Path, owner: Owner, every: int, stop: Stop | None = None, now=time.perf_counter) -> None:
-        self.path, self._owner, self._every, self._now = path, owner, every, now
+    def __init__(
+        self,
+        path: Path,
+        owner: Owner,
+        every: int,
+        stop: Stop | None = None,
+        now=time.perf_counter,
+        publish: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self.path, self._owner, self._every, self._now, self._publish = path, owner, every, now, publish
         self.stop = stop or Stop()
         self.found: dict[str, Any] | None = None
         self._last_took = 0.0
@@ -130,6 +139,7 @@ class Keeper:
         begun = self._now()
         try:
             save(self.path, self._owner, state)
+            self._publish(self.path.name)
             fault = None
         except (OSError, RuntimeError) as error:
             fault = (str(_first_cause(error)).splitlines() or [type(error).__name__])[0]

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from triaccel_bench import child
 from triaccel_bench.child import Ended
+from triaccel_bench.claims import Refused, claimed, recover
 from triaccel_bench.deadline import Deadline
 from triaccel_bench.identity import RESULTS_VERSION, identity
+from triaccel_bench.leases import Devices, Lease
 from triaccel_bench.outcomes import Outcome
-from triaccel_bench.preflight import RECORD_BYTES, Check, Report, space
+from triaccel_bench.preflight import RECORD_BYTES, Check, Report, merged, space
 from triaccel_bench.progress import Reporter
 from triaccel_bench.records import (
     CHECKPOINT_FILE,
     RUN_FILE,
-    TRACE_FILE,
     RecordError,
     RunRecord,
     Status,
@@ -30,10 +28,6 @@ from triaccel_bench.records import (
     write_run,
 )
 from triaccel_bench.settings import Settings
-
-
-class Refused(RuntimeError):
-    """A child found, before any step, that the run cannot be set up; its message says why and what to do."""
 
 
 def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
@@ -50,14 +44,19 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     Raises:
         Refused: a device that the cells ask for cannot be used; nothing has been run.
     """
-    devices, obstacles = _before_the_first(cells, reporter)
     outcomes: list[Outcome] = []
-    for number, settings in enumerate(cells):
-        label, device_name = cell_label(settings), devices[settings.device, settings.kernels]
-        try:
-            _run_cell(number, settings, label, device_name, obstacles.get(number), reporter, outcomes)
-        except Refused as error:
-            outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None, number=number))
+    with Devices(reporter.line) as devices:
+        names, obstacles = _before_the_first(cells, devices, reporter)
+        if devices.fault is not None:
+            reporter.line(f"{devices.fault}: nothing keeps other runs off the GPU meanwhile")
+        for number, settings in enumerate(cells):
+            label, name = cell_label(settings), names[settings.device, settings.kernels]
+            # Before any seed is claimed: two that wait for what the other has would wait for ever.
+            lease = _lease(devices, settings)
+            try:
+                _run_cell(number, settings, label, name, obstacles.get(number), lease, reporter, outcomes)
+            except Refused as error:
+                outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None, number=number))
     return outcomes
 
 
@@ -67,12 +66,14 @@ def preflight(cells: Sequence[Settings]) -> Report:
     Raises:
         Refused: the process that looks ended early.
     """
-    report = _checked(cells, thorough=True)
-    obstacles = report.obstacles()
-    able = [(number, settings) for number, settings in enumerate(cells) if number not in obstacles]
-    if not able:
-        return report
-    ended = _child("expect_time", (able,), _hear_nothing, cells[0].runner.timeout)
+    with Devices(lambda text: print(text, flush=True)) as devices:
+        report = _checked(cells, True, devices)
+        obstacles = report.obstacles()
+        able = [(number, settings) for number, settings in enumerate(cells) if number not in obstacles]
+        if not able:
+            return report
+        lease = _lease(devices, able[0][1])
+        ended = _child("expect_time", (able, lease), _hear_nothing, cells[0].runner.timeout)
     if ended.verdict is not None:
         return Report((*report.checks, *ended.verdict[1]), report.devices)
     finding = f"{cell_label(able[0][1])}: the process of a few steps ended early ({ended.how})"
@@ -80,24 +81,35 @@ def preflight(cells: Sequence[Settings]) -> Report:
     return Report((*report.checks, lost), report.devices)
 
 
-def _checked(cells: Sequence[Settings], thorough: bool) -> Report:
-    ended = _child("check_cells", (list(cells), thorough), _hear_nothing, cells[0].runner.timeout)
-    if ended.verdict is None:
-        raise Refused(f"preflight: its process ended early ({ended.how}); preflight=off goes on without it")
-    return ended.verdict[1]
+def _lease(devices: Devices, settings: Settings) -> Lease | None:
+    return devices.take(settings.device, settings.runner.share_gpu)
+
+
+def _checked(cells: Sequence[Settings], thorough: bool, devices: Devices) -> Report:
+    """The checks of all cells, each on the card that its runs will have."""
+    parts = []
+    for device in dict.fromkeys(settings.device for settings in cells):
+        numbers = [number for number, settings in enumerate(cells) if settings.device == device]
+        members = [cells[number] for number in numbers]
+        arguments = members, thorough, _lease(devices, members[0])
+        ended = _child("check_cells", arguments, _hear_nothing, cells[0].runner.timeout)
+        if ended.verdict is None:
+            raise Refused(f"preflight: its process ended early ({ended.how}); preflight=off goes on without it")
+        parts.append((device, numbers, ended.verdict[1]))
+    return merged(parts)
 
 
 def _hear_nothing(kind: str, payload: object) -> None: ...
 
 
 def _before_the_first(
-    cells: Sequence[Settings], reporter: Reporter
+    cells: Sequence[Settings], devices: Devices, reporter: Reporter
 ) -> tuple[dict[tuple[str, str], str], dict[int, str]]:
     """Names of the cells' devices, and why cells cannot run, by their number; what else is known is said."""
-    keys = dict.fromkeys((settings.device, settings.kernels) for settings in cells)
     if not cells or cells[0].preflight == "off":
-        return {key: _device_name(*key, cells[0].runner.timeout) for key in keys}, {}
-    report = _checked(cells, thorough=False)
+        distinct = {(settings.device, settings.kernels): settings for settings in cells}
+        return {key: _device_name(settings, _lease(devices, settings)) for key, settings in distinct.items()}, {}
+    report = _checked(cells, False, devices)
     obstacles = report.obstacles()
     for number, settings in enumerate(cells):
         if (settings.device, settings.kernels) not in report.devices:
@@ -135,6 +147,7 @@ def _run_cell(
     label: str,
     device_name: str,
     obstacle: str | None,
+    lease: Lease | None,
     reporter: Reporter,
     outcomes: list[Outcome],
 ) -> None:
@@ -147,11 +160,13 @@ def _run_cell(
         if halt is not None and not (settings.results.reuse and _finished(path, cell, seed, reporter)):
             outcomes.append(Outcome(label, seed, halt, None, path, number=number))
             continue
-        with _claimed(folder, f"{label}/seed {seed}", reporter, Deadline(settings.runner.max_minutes)) as claimed:
-            if not claimed:
+        with claimed(folder, f"{label}/seed {seed}", reporter, Deadline(settings.runner.max_minutes)) as ours:
+            if not ours:
                 reason = "another command is running it"
                 outcomes.append(Outcome(label, seed, "left", reason, path, number=number))
                 continue
+            if settings.results.reuse:
+                recover(folder, settings.results.scratch, f"{label}/seed {seed}", reporter)
             if settings.results.reuse and _finished(path, cell, seed, reporter):
                 reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
                 # Of a run that was killed between its record and its end.
@@ -166,7 +181,7 @@ def _run_cell(
                 # Runs before this one, or others, have filled the disk; it would train for nothing.
                 raise Refused(room.sentence)
             reporter.start(f"{label}/seed {seed}", settings.memory.meter)
-            status, reason = _run_seed(settings, seed, cell, folder, reporter)
+            status, reason = _run_seed(settings, seed, cell, folder, lease, reporter)
             if status != "done":
                 reporter.line(f"{label}/seed {seed}: {status}: {reason}")
             outcomes.append(Outcome(label, seed, status, reason, path, number=number))
@@ -180,51 +195,6 @@ def _run_cell(
 
 def _step_peak(run: RunRecord) -> int:
     return 0 if run.memory is None else run.memory.step_peak_bytes or 0
-
-
-@contextlib.contextmanager
-def _claimed(folder: Path, label: str, reporter: Reporter, deadline: Deadline) -> Iterator[bool]:
-    """Hold a seed's folder alone, waiting for another command that does; the system frees it when a holder dies.
-
-    Yields whether it is held, and not the time up before.
-    """
-    lock = folder / ".lock"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(lock, os.O_WRONLY | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise Refused(
-            f"{folder}: expected a folder that can be written, got {error}; name another by results.root"
-        ) from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            reporter.line(f"{label}: another command is running it; waiting for that one to end")
-            if not _freed(handle, deadline):
-                yield False
-                return
-        except OSError:
-            # A file system without locks: each command still writes whole records.
-            pass
-        for name in (RUN_FILE, TRACE_FILE, CHECKPOINT_FILE):
-            for part in folder.glob(f".{name}.*"):
-                with contextlib.suppress(OSError):
-                    part.unlink()
-        yield True
-    finally:
-        os.close(handle)
-
-
-def _freed(handle: int, deadline: Deadline) -> bool:
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if deadline.near():
-                return False
-            time.sleep(0.5)
 
 
 def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
@@ -246,7 +216,7 @@ def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
 
 
 def _run_seed(
-    settings: Settings, seed: int, cell: str, folder: Path, reporter: Reporter
+    settings: Settings, seed: int, cell: str, folder: Path, lease: Lease | None, reporter: Reporter
 ) -> tuple[Status | Literal["left"], str | None]:
     def receive(kind: str, payload) -> None:
         if kind == "progress":
@@ -257,7 +227,7 @@ def _run_seed(
             reporter.line(payload["text"])
 
     limits = settings.runner.timeout, Deadline(settings.runner.max_minutes)
-    ended = _child("run_seed", (settings, seed, cell, folder), receive, *limits)
+    ended = _child("run_seed", (settings, seed, cell, folder, lease), receive, *limits)
     if ended.verdict is not None and ended.verdict[0] == "refused":
         raise Refused(ended.verdict[1])
     if ended.verdict is not None:
@@ -277,10 +247,10 @@ def _run_seed(
     return "failed", reason
 
 
-def _device_name(device: str, kernels: str, timeout: float | None) -> str:
-    ended = _child("inspect_device", (device, kernels), _hear_nothing, timeout)
+def _device_name(settings: Settings, lease: Lease | None) -> str:
+    ended = _child("inspect_device", (settings.device, settings.kernels, lease), _hear_nothing, settings.runner.timeout)
     if ended.verdict is None:
-        raise Refused(f"device={device}: looking at the device ended early ({ended.how})")
+        raise Refused(f"device={settings.device}: looking at the device ended early ({ended.how})")
     kind, payload = ended.verdict
     if kind == "refused":
         raise Refused(payload)

@@ -218,6 +218,7 @@ class EvaluationSettings(_Section):
 
 class ResultsSettings(_Section):
     root: PathText
+    scratch: PathText | None
     reuse: bool
     resume: bool
     checkpoint_every: PositiveInt
@@ -227,6 +228,7 @@ class RunnerSettings(_Section):
     # Signs of life come once a second at most.
     timeout: Annotated[float, Field(ge=2)] | None
     max_minutes: PositiveFloat | None
+    share_gpu: bool
 
 
 class ReplaySettings(_Section):
@@ -270,6 +272,7 @@ class Settings(_Section):
     memory: MemorySettings
     engine: EngineSettings
     evaluation: EvaluationSettings
+    runner: RunnerSettings
     results: ResultsSettings
     runner: RunnerSettings
     replay: ReplaySettings

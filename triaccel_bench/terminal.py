@@ -31,6 +31,13 @@ def silence_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
+def print_any_name() -> None:
+    """A name that the output's encoding lacks is worth an escape, not the loss of a run."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def render_terminal(table: Table, file: TextIO | None = None) -> None:
     """Print the table: fitted to the width of a terminal, and as wide as it is, a line a row, anywhere else.
 

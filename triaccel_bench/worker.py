@@ -30,10 +30,12 @@ from triaccel_bench.data import DataError, load
 from triaccel_bench.divergence import Diverged
 from triaccel_bench.hardware import DeviceError, Hardware
 from triaccel_bench.identity import RESULTS_VERSION
+from triaccel_bench.leases import Lease
 from triaccel_bench.meters import card_state
 from triaccel_bench.preflight import Check, failed
 from triaccel_bench.records import CHECKPOINT_FILE, Provenance, RunRecord, Trace, planned_run, write_run
 from triaccel_bench.resumption import CheckpointError, Interrupted, Keeper, Owner, Stop, stoppable
+from triaccel_bench.scratch import Workplace
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.shortage import DOUBTFUL, cause_of
 from triaccel_bench.trainer import Trainer
@@ -50,26 +52,27 @@ CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":1024:2:16:8", "CUBLASLT_WORKSP
 """2 MiB a handle. PyTorch's 8 MiB, and 32 on Hopper, for each of three would be a fifth of these models' memory."""
 
 
-def inspect_device(pipe: Connection, device: str, kernels: str) -> None:
+def inspect_device(pipe: Connection, device: str, kernels: str, lease: Lease | None = None) -> None:
     """Send ``("device", name)`` or ``("refused", message)``."""
     try:
-        found = hardware_module.inspect(device, kernels)
+        found = hardware_module.inspect(_entered(lease, device), kernels)
         pipe.send(("device", found.name))
     except DeviceError as error:
         pipe.send(("refused", str(error)))
 
 
-def check_cells(pipe: Connection, cells: Sequence[Settings], thorough: bool) -> None:
-    """Send ``("finished", report)``, as ``inspection.look`` makes it."""
-    pipe.send(("finished", inspection.look(cells, thorough)))
+def check_cells(pipe: Connection, cells: Sequence[Settings], thorough: bool, lease: Lease | None = None) -> None:
+    """Send ``("finished", report)``, as ``inspection.look`` makes it; with a lease all cells are on that card."""
+    placed = [s.model_copy(update={"device": _entered(lease, s.device)}) for s in cells]
+    pipe.send(("finished", inspection.look(placed, thorough)))
 
 
-def expect_time(pipe: Connection, cells: Sequence[tuple[int, Settings]]) -> None:
+def expect_time(pipe: Connection, cells: Sequence[tuple[int, Settings]], lease: Lease | None = None) -> None:
     """Send ``("finished", checks)``: what cells of these numbers will take, by a few steps of the first."""
     _hold_workspaces()
     number, first = cells[0]
     try:
-        found = hardware_module.inspect(first.device, first.kernels)
+        found = hardware_module.inspect(_entered(lease, first.device), first.kernels)
         images = pace.images_for(first.dataset)
         run = planned_run(first.model_dump(mode="json"), first.seeds[0], "preflight", RESULTS_VERSION)
         with _stream_of_captures(found):
@@ -92,33 +95,40 @@ def expect_time(pipe: Connection, cells: Sequence[tuple[int, Settings]]) -> None
     pipe.send(("finished", checks))
 
 
-def run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder: Path) -> None:
-    """Train one seed and write its record below ``folder``.
+def run_seed(
+    pipe: Connection, settings: Settings, seed: int, cell: str, folder: Path, lease: Lease | None = None
+) -> None:
+    """Train one seed, on the leased card if there is one, and write its record below ``folder``.
 
     Sends ``("progress" | "epoch" | "note", payload)`` as it goes, then ``("refused", message)`` or
     ``("finished", (status, reason))``. SIGTERM, SIGINT and SIGUSR1 end it after the step under way, with a checkpoint
     and the status ``interrupted``.
     """
     _hold_workspaces()
+    device = _entered(lease, settings.device)
 
     def emit(kind: str, payload: dict) -> None:
         pipe.send((kind, payload))
 
     with stoppable() as stop:
         try:
-            _run_seed(pipe, settings, seed, cell, folder, emit, stop)
+            _run_seed(pipe, settings, device, seed, cell, folder, emit, stop)
         except Interrupted as interruption:
             # No record: those are of runs that have ended. Who asked may not be there any more.
             with suppress(OSError):
                 pipe.send(("finished", ("interrupted", str(interruption))))
 
 
-def _run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder: Path, emit, stop: Stop) -> None:
+def _run_seed(
+    pipe: Connection, settings: Settings, device: str, seed: int, cell: str, folder: Path, emit, stop: Stop
+) -> None:
     run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
     trace = keeper = None
     begun = time.monotonic()
+    work = Workplace(folder, settings.results.scratch)
     try:
-        found = hardware_module.inspect(settings.device, settings.kernels)
+        work.open()
+        found = hardware_module.inspect(device, settings.kernels)
         run.provenance = provenance(found)
         for warning in found.warnings:
             run.warnings.append(warning)
@@ -127,11 +137,16 @@ def _run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder
         run.dataset_fingerprint = images.fingerprint
         if settings.results.resume:
             owner = Owner(cell, seed, RESULTS_VERSION, images.fingerprint)
-            keeper = Keeper(folder / CHECKPOINT_FILE, owner, settings.results.checkpoint_every, stop)
+            path, every = work.folder / CHECKPOINT_FILE, settings.results.checkpoint_every
+            keeper = Keeper(path, owner, every, stop, publish=work.publish)
         trace = _train(settings, seed, found, images, run, emit, keeper)
     except REFUSALS as error:
+        work.close()
         pipe.send(("refused", str(error)))
         return
+    except Interrupted:
+        work.close()
+        raise
     except Exception as error:
         _fail(run, error, emit)
     stop.deferred = True
@@ -140,7 +155,9 @@ def _run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder
         run.provenance.sm_clock_mhz, run.provenance.temperature_celsius = card_state(found)
         run.provenance.finished_at = _after(run.provenance.started_at, time.monotonic() - begun)
     try:
-        write_run(folder, run, trace)
+        write_run(work.folder, run, trace)
+        work.publish_record()
+        work.close()
     except OSError as error:
         run.reason = f"{run.status}, but its record cannot be written ({error}); free space below results.root"
         run.status = "failed"
@@ -149,6 +166,14 @@ def _run_seed(pipe: Connection, settings: Settings, seed: int, cell: str, folder
         with suppress(OSError):
             (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
     pipe.send(("finished", (run.status, run.reason)))
+
+
+def _entered(lease: Lease | None, device: str) -> str:
+    """The name of the device in this process."""
+    if lease is None:
+        return device
+    lease.enter()
+    return "cuda"
 
 
 def _hold_workspaces() -> None:
