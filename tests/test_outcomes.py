@@ -235,3 +235,26 @@ def test_without_checkpoints_there_is_nowhere_to_stop(tmp_path):
         env=environment,
     )  # fmt: skip
     assert done.returncode == 2 and "runner.max_minutes=5 and results.resume=false: expected checkpoints" in done.stderr
+
+
+@pytest.mark.parametrize(("order", "expected"), [
+    ("interleaved", [("fp32", 0), ("amp", 5), ("fp32", 1), ("amp", 6), ("amp", 7)]),
+    ("cells", [("fp32", 0), ("fp32", 1), ("amp", 5), ("amp", 6), ("amp", 7)]),
+])  # fmt: skip
+def test_methods_take_turns_unless_told_otherwise_and_are_told_by_cell(tmp_path, monkeypatch, order, expected):
+    begun = failing_first(monkeypatch, status="done")
+    common = f"results.root={tmp_path}", f"runner.order={order}"
+    cells = [settings("method=fp32", "seeds=[0,1]", *common), settings("method=amp", "seeds=[5,6,7]", *common)]
+    outcomes = runner.run_cells(cells, Reporter())
+    assert begun == expected
+    assert [(outcome.number, outcome.seed) for outcome in outcomes] == [(0, 0), (0, 1), (1, 5), (1, 6), (1, 7)]
+
+
+def test_a_cell_that_is_refused_is_told_once_and_the_others_go_on(tmp_path, monkeypatch):
+    begun = failing_first(monkeypatch, status="done")
+    common = f"results.root={tmp_path}", "seeds=[0,1]"
+    cells = [settings("method=fp32", *common), settings("method=amp", *common)]
+    monkeypatch.setattr(runner, "_before_the_first", lambda *_: ({("cpu", "auto"): "cpu"}, {0: "no data"}))
+    outcomes = runner.run_cells(cells, Reporter())
+    assert [(outcome.number, outcome.status) for outcome in outcomes] == [(0, "refused"), (1, "done"), (1, "done")]
+    assert begun == [("amp", 0), ("amp", 1)]

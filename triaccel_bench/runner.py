@@ -33,6 +33,9 @@ from triaccel_bench.settings import Settings
 def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     """Run every seed of every cell that has no finished record yet, one after the other.
 
+    The first seed of all cells comes first, then their second: what makes a machine slower for a while then meets all
+    methods alike, and a sweep that is cut short has something of each. ``runner.order=cells`` takes cell by cell.
+
     A cell whose data, weights or folder cannot be used is listed as refused and the others go
     on; a seed that fails leaves a record that says so, and the others go on, unless
     ``on_failure=stop``. Commands that ask for the same seed at once take turns, and the later
@@ -49,15 +52,37 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
         names, obstacles = _before_the_first(cells, devices, reporter)
         if devices.fault is not None:
             reporter.line(f"{devices.fault}: nothing keeps other runs off the GPU meanwhile")
-        for number, settings in enumerate(cells):
-            label, name = cell_label(settings), names[settings.device, settings.kernels]
-            # Before any seed is claimed: two that wait for what the other has would wait for ever.
+        ended: dict[int, dict[int, RunRecord]] = {number: {} for number in range(len(cells))}
+        for number, seed in _turns(cells):
+            settings, label = cells[number], cell_label(cells[number])
+            if any(outcome.status == "refused" and outcome.number == number for outcome in outcomes):
+                continue
+            # Before the seed is claimed: two that wait for what the other has would wait for ever.
             lease = _lease(devices, settings)
+            cell = identity(settings, names[settings.device, settings.kernels])
             try:
-                _run_cell(number, settings, label, name, obstacles.get(number), lease, reporter, outcomes)
+                outcome = _run_turn(number, settings, seed, cell, obstacles.get(number), lease, reporter, outcomes)
             except Refused as error:
-                outcomes.append(Outcome(label, settings.seeds[0], "refused", str(error), None, number=number))
-    return outcomes
+                outcome = Outcome(label, settings.seeds[0], "refused", str(error), None, number=number)
+            outcomes.append(outcome)
+            if outcome.path is not None and not outcome.reused and outcome.status not in ("left", "skipped"):
+                with contextlib.suppress(RecordError):
+                    ended[number][seed] = read_run(outcome.path)
+            if seed == settings.seeds[-1] and ended[number]:
+                # The largest stands for all: seeds of a cell differ little in it.
+                largest = max(ended[number], key=lambda seed, of=ended[number]: _step_peak(of[seed]))
+                reporter.memory(f"{label}/seed {largest}", ended[number][largest])
+    return sorted(outcomes, key=lambda outcome: outcome.number)
+
+
+def _turns(cells: Sequence[Settings]) -> list[tuple[int, int]]:
+    """Numbers of cells, and a seed of each, in the order in which they run."""
+    turns = [
+        (place, number, seed) for number, settings in enumerate(cells) for place, seed in enumerate(settings.seeds)
+    ]
+    if cells and cells[0].runner.order == "interleaved":
+        turns.sort()
+    return [(number, seed) for _, number, seed in turns]
 
 
 def preflight(cells: Sequence[Settings]) -> Report:
@@ -141,56 +166,44 @@ def _halt(settings: Settings, outcomes: Sequence[Outcome]) -> Literal["left", "s
     return None
 
 
-def _run_cell(
+def _run_turn(
     number: int,
     settings: Settings,
-    label: str,
-    device_name: str,
+    seed: int,
+    cell: str,
     obstacle: str | None,
     lease: Lease | None,
     reporter: Reporter,
-    outcomes: list[Outcome],
-) -> None:
-    cell = identity(settings, device_name)
-    ended: dict[int, RunRecord] = {}
-    for seed in settings.seeds:
-        folder = seed_folder(settings, cell, seed)
-        path = folder / RUN_FILE
-        halt = _halt(settings, outcomes)
-        if halt is not None and not (settings.results.reuse and _finished(path, cell, seed, reporter)):
-            outcomes.append(Outcome(label, seed, halt, None, path, number=number))
-            continue
-        with claimed(folder, f"{label}/seed {seed}", reporter, Deadline(settings.runner.max_minutes)) as ours:
-            if not ours:
-                reason = "another command is running it"
-                outcomes.append(Outcome(label, seed, "left", reason, path, number=number))
-                continue
-            if settings.results.reuse:
-                recover(folder, settings.results.scratch, f"{label}/seed {seed}", reporter)
-            if settings.results.reuse and _finished(path, cell, seed, reporter):
-                reporter.line(f"{label}/seed {seed}: finished before, reused ({path})")
-                # Of a run that was killed between its record and its end.
-                with contextlib.suppress(OSError):
-                    (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
-                outcomes.append(Outcome(label, seed, "done", None, path, reused=True, number=number))
-                continue
-            if obstacle is not None:
-                raise Refused(obstacle)
-            room = space(folder, RECORD_BYTES, 0, ())
-            if settings.preflight != "off" and room.verdict == "fails":
-                # Runs before this one, or others, have filled the disk; it would train for nothing.
-                raise Refused(room.sentence)
-            reporter.start(f"{label}/seed {seed}", settings.memory.meter)
-            status, reason = _run_seed(settings, seed, cell, folder, lease, reporter)
-            if status != "done":
-                reporter.line(f"{label}/seed {seed}: {status}: {reason}")
-            outcomes.append(Outcome(label, seed, status, reason, path, number=number))
-            with contextlib.suppress(RecordError):
-                ended[seed] = read_run(path)
-    if ended:
-        # The largest stands for all: seeds of a cell differ little in it.
-        seed = max(ended, key=lambda seed: _step_peak(ended[seed]))
-        reporter.memory(f"{label}/seed {seed}", ended[seed])
+    before: Sequence[Outcome],
+) -> Outcome:
+    """Raises ``Refused`` where the cell cannot be run."""
+    label, folder = cell_label(settings), seed_folder(settings, cell, seed)
+    name, path = f"{label}/seed {seed}", folder / RUN_FILE
+    halt = _halt(settings, before)
+    if halt is not None and not (settings.results.reuse and _finished(path, cell, seed, reporter)):
+        return Outcome(label, seed, halt, None, path, number=number)
+    with claimed(folder, name, reporter, Deadline(settings.runner.max_minutes)) as ours:
+        if not ours:
+            return Outcome(label, seed, "left", "another command is running it", path, number=number)
+        if settings.results.reuse:
+            recover(folder, settings.results.scratch, name, reporter)
+        if settings.results.reuse and _finished(path, cell, seed, reporter):
+            reporter.line(f"{name}: finished before, reused ({path})")
+            # Of a run that was killed between its record and its end.
+            with contextlib.suppress(OSError):
+                (folder / CHECKPOINT_FILE).unlink(missing_ok=True)
+            return Outcome(label, seed, "done", None, path, reused=True, number=number)
+        if obstacle is not None:
+            raise Refused(obstacle)
+        room = space(folder, RECORD_BYTES, 0, ())
+        if settings.preflight != "off" and room.verdict == "fails":
+            # Runs before this one, or others, have filled the disk; it would train for nothing.
+            raise Refused(room.sentence)
+        reporter.start(name, settings.memory.meter)
+        status, reason = _run_seed(settings, seed, cell, folder, lease, reporter)
+        if status != "done":
+            reporter.line(f"{name}: {status}: {reason}")
+        return Outcome(label, seed, status, reason, path, number=number)
 
 
 def _step_peak(run: RunRecord) -> int:

@@ -229,6 +229,7 @@ class RunnerSettings(_Section):
     timeout: Annotated[float, Field(ge=2)] | None
     max_minutes: PositiveFloat | None
     share_gpu: bool
+    order: Literal["interleaved", "cells"]
 
 
 class ReplaySettings(_Section):
