@@ -22,6 +22,12 @@ from triaccel_bench.progress import Plain, Reporter
 from triaccel_bench.records import CHECKPOINT_FILE
 
 
+@pytest.fixture(autouse=True)
+def begun_now(monkeypatch):
+    """As a command begins; what a test does to that clock ends with it."""
+    monkeypatch.setattr(deadline, "_began", time.monotonic())
+
+
 @pytest.fixture
 def jobs_of(monkeypatch, tmp_path):
     """The jobs that a command line asks for, of which the given seeds by cell fail; nothing is run."""

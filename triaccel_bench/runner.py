@@ -250,7 +250,7 @@ def _run_seed(
         return status, reason
     if ended.out_of_time:
         return "left", f"{ended.how}; it goes on from the checkpoint before, if there is one"
-    reason = f"the process of this run ended early ({ended.how})"
+    reason = ended.how if ended.silence is not None else f"the process of this run ended early ({ended.how})"
     lost = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
     lost.reason, lost.traceback = reason, list(ended.words)
     try:
