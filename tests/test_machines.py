@@ -17,6 +17,7 @@ from tiny import BASE, settings, trainer
 from torch import nn
 
 from triaccel_bench import cli, data, kernels, runner, worker
+from triaccel_bench.child import Ended
 from triaccel_bench.hardware import DeviceError, inspect
 from triaccel_bench.meters import open_meter
 from triaccel_bench.records import RUN_FILE, read_run
@@ -33,10 +34,10 @@ class Pipe(list):
 def in_this_process(monkeypatch):
     """What the command asks of children runs here, where a test can pretend to be another machine."""
 
-    def child(entry, arguments, receive):
+    def child(entry, arguments, *_):
         pipe = Pipe()
         getattr(worker, entry)(pipe, *arguments)
-        return pipe[-1], 0
+        return Ended(pipe[-1], 0)
 
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(runner, "_child", child)

@@ -118,11 +118,6 @@ def test_exit_codes(statuses, code):
     assert exit_code([Outcome("", 0, status, None, None) for status in statuses.split()]) == code
 
 
-@pytest.fixture(autouse=True)
-def begun_now(monkeypatch):
-    monkeypatch.setattr(deadline, "_began", time.monotonic())
-
-
 def failing_first(monkeypatch, *, status="failed"):
     """Children of which the first fails; returns the seeds and methods that were begun."""
     begun = []
