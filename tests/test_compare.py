@@ -49,11 +49,12 @@ def test_pairs_that_move_together_are_told_apart_where_means_could_not_be():
 def test_the_detectable_effect_is_found_with_the_power_that_it_says(n):
     chance = random.Random(n)
     found = paired({seed: chance.gauss(0, 1) for seed in range(n)}, dict.fromkeys(range(n), 0.0))
-    spread_ = found.errors[0] * math.sqrt(n)
+    spread_ = found.standard_error * math.sqrt(n)
+    quantile = stats.t.ppf(0.975, n - 1)
     hits = 0
     for _ in range(2000):
         values = [chance.gauss(found.detectable, spread_) for _ in range(n)]
-        hits += statistics.fmean(values) > found.errors[1] * statistics.stdev(values) / math.sqrt(n)
+        hits += statistics.fmean(values) > quantile * statistics.stdev(values) / math.sqrt(n)
     assert hits / 2000 == pytest.approx(compare.POWER, abs=0.03)
 
 

@@ -12,13 +12,12 @@ import time
 from types import ModuleType
 
 import pytest
-from tiny import settings
+from tiny import Listening, settings
 
 from triaccel_bench import hardware, leases, runner, worker
 from triaccel_bench.child import Ended
 from triaccel_bench.leases import Card, Devices, Lease, Unknown, candidates, lease_one, visible_cards
 from triaccel_bench.preflight import Check, Report
-from triaccel_bench.progress import Reporter
 
 A, B, OTHER = Card("GPU-aaaa-1", "NVIDIA A100"), Card("GPU-bbbb-2", "NVIDIA A100"), Card("GPU-cccc-3", "Tesla T4")
 LEFT, RIGHT = Card("MIG-1111", "NVIDIA A100 MIG 3g.20gb"), Card("MIG-2222", "NVIDIA A100 MIG 3g.20gb")
@@ -250,14 +249,6 @@ def test_without_nvml_there_are_no_leases_and_a_reason(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     with Devices(lambda text: None) as devices:
         assert devices.take("cuda", False) is None and "pynvml cannot be imported" in devices.fault
-
-
-class Listening(Reporter):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.said.append(text)
 
 
 @pytest.fixture

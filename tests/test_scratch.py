@@ -10,7 +10,7 @@ import secrets
 from pathlib import Path
 
 import pytest
-from tiny import settings
+from tiny import Listening, settings
 
 from triaccel_bench import claims, cli, configuration, inspection, records, runner, scratch, worker
 from triaccel_bench.child import Ended
@@ -35,14 +35,6 @@ class Pipe:
 
 class Killed(BaseException):
     pass
-
-
-class Listening(Reporter):
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def line(self, text: str) -> None:
-        self.said.append(text)
 
 
 @pytest.fixture

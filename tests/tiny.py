@@ -9,6 +9,7 @@ from triaccel_bench.configuration import compose
 from triaccel_bench.data import ImageSet
 from triaccel_bench.engine import Engine
 from triaccel_bench.hardware import inspect
+from triaccel_bench.progress import Reporter
 from triaccel_bench.records import RunRecord, planned_run
 from triaccel_bench.resumption import Keeper
 from triaccel_bench.schedule import Schedule
@@ -20,6 +21,16 @@ BASE = [
     "dataset.test_size=32", "dataset.crop_padding=1", "method.batch.initial=16", "method.batch.min=8",
     "method.batch.max=32",
 ]  # fmt: skip
+
+
+class Listening(Reporter):
+    """Keeps the lines that it is told."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.said.append(text)
 
 
 def settings(*overrides: str) -> Settings:

@@ -232,7 +232,7 @@ def _gb(size: int | None) -> str:
 
 def _notes(checked: list[CheckedRecord]) -> Iterator[str]:
     if any(record.meter == "tensors" for record in checked):
-        yield "‡ bytes of live tensors, which are not VRAM"
+        yield labels.TENSORS_NOTE
     networks = {(record.model, record.input_size) for record in checked}
     lacking = sorted(f"{model} at {size}" for model, size in networks if bounds.shape_of(model, size) is None)
     devices = {record.device_name for record in checked if record.epochs and record.device_name}

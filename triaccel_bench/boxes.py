@@ -63,10 +63,8 @@ def _row(device: str, cell: Cell) -> tuple[str, ...]:
     data = dataset_label(cell.dataset, cell.settings["dataset"], cell.samples)
     method = method_label(cell.method) + (f" ({cell.variant})" if cell.variant else "")
     figures = (_shown(*figure(cell)) for figure in _FIGURES.values())
-    done = len(cell.summaries)
-    seeds = str(done) if done == cell.seeds_expected else f"{done} of {cell.seeds_expected}"
     epochs = str(cell.runs[0].epochs_planned)
-    return device, data, model_label(cell.model, cell.settings), method, *figures, seeds, epochs
+    return device, data, model_label(cell.model, cell.settings), method, *figures, cell.seeds_told, epochs
 
 
 def _vram(cell: Cell) -> Mean | None:

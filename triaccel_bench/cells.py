@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from triaccel_bench.identity import identifying_settings
+from triaccel_bench.identity import flat, identifying_settings
 from triaccel_bench.records import Meter, RunRecord
 from triaccel_bench.stats import Mean, RunSummary, mean_std, summarise, why_excluded
 
@@ -40,6 +40,12 @@ class Cell:
         return len(self.summaries) + len(self.excluded)
 
     @property
+    def seeds_told(self) -> str:
+        """How many seeds are finished, and of how many where some are not."""
+        done = len(self.summaries)
+        return str(done) if done == self.seeds_expected else f"{done} of {self.seeds_expected}"
+
+    @property
     def meter(self) -> Meter:
         """The meter of the cell's memory figures; "off" where no seed has any."""
         return next((summary.meter for summary in self.summaries if summary.meter != "off"), "off")
@@ -61,8 +67,8 @@ class Cell:
         except KeyError:
             # A record of another version, without some of today's settings: all that it has is compared.
             tree = self.settings
-        flat = {key: value if isinstance(value, str) else json.dumps(value) for key, value in _flat(tree)}
-        return flat | {"device": str(self.device_name), "results_version": str(self.runs[0].results_version)}
+        told = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(tree)}
+        return told | {"device": str(self.device_name), "results_version": str(self.runs[0].results_version)}
 
     @cached_property
     def shared(self) -> dict[str, str]:
@@ -191,14 +197,6 @@ def _differences(cell: Cell, other: Cell) -> list[str]:
     ours, theirs = cell.shared, other.shared
     keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
     return [f"{_short(key)}={theirs.get(key)} (here {ours.get(key)})" for key in keys]
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _short(key: str) -> str:

@@ -22,12 +22,10 @@ from typing import Any
 
 from triaccel_bench import life
 from triaccel_bench.deadline import Deadline
+from triaccel_bench.outcomes import LAST_WORDS
 
 SECONDS_TO_END = 20.0
 """What a child that was asked to end gets to do so: it needs 10 s at most, and Slurm kills after 30 s."""
-
-MOST_LINES = 200
-"""Of a child's last words; the last of them."""
 
 _SLICE = 1.0
 _SECONDS_TO_DUMP = 2.0
@@ -157,7 +155,7 @@ class _Watch:
             self._messages.close()
             if self._words is not None:
                 self._words.close()
-        lines = self._said.decode(errors="replace").splitlines()[-MOST_LINES:]
+        lines = self._said.decode(errors="replace").splitlines()[-LAST_WORDS:]
         silence = self._silence if self._hung else None
         return Ended(self._verdict, self._child.exitcode, tuple(lines), silence, self._asked_at is not None)
 

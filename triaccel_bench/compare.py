@@ -39,8 +39,8 @@ class Difference:
     """Two-sided, of a mean that is zero (a ratio that is one)."""
     detectable: float | None = None
     """The smallest true difference (of a ratio: excess over one) that n seeds so far apart show with ``POWER``."""
-    errors: tuple[float, float] | None = None
-    """Standard error, and t's quantile, on the scale (difference or logarithm) of the test."""
+    standard_error: float | None = None
+    """On the scale (difference or logarithm) of the test."""
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float], ratio: bool = False) -> Difference | None:
@@ -69,7 +69,7 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float], ratio: bool =
         p = 2 * _beyond(abs(mean) / error, n)
     smallest = back(error * _shift(n)) - (1 if ratio else 0)
     low, high = back(mean - quantile * error), back(mean + quantile * error)
-    return Difference(back(mean), n, ratio, low, high, p, smallest, (error, quantile))
+    return Difference(back(mean), n, ratio, low, high, p, smallest, error)
 
 
 def _beyond(t: float, n: int) -> float:
@@ -128,9 +128,9 @@ def not_inferior(ours: Mapping[int, float], theirs: Mapping[int, float], margin:
     found = paired(ours, theirs)
     if found is None:
         return None
-    if found.errors is None:
+    if found.standard_error is None:
         return Bound(None, margin, found.n)
-    return Bound(_quantile(CONFIDENCE, found.n) * found.errors[0] - found.mean, margin, found.n)
+    return Bound(_quantile(CONFIDENCE, found.n) * found.standard_error - found.mean, margin, found.n)
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,40 +50,36 @@ QUANTITIES = (
 
 
 @dataclass(frozen=True)
+class _Claim:
+    """One quantity's difference, its p value after Holm's correction, and what may be said of it."""
+
+    found: Difference | None
+    p: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
 class _Pair:
     cell: Cell
     against: Cell
-    found: dict[str, Difference | None]
+    claims: dict[_Quantity, _Claim]
     bound: Bound | None
 
 
 def differences(results: Results, margin: float = MARGIN) -> Table:
     """Each method against each baseline that was run with the same data, model, device and other settings."""
     sheet = Sheet(results, method_label)
-    counterparts = Counterparts(sheet.cells)
-    pairs = [
-        _pair(cell, against, margin)
-        for cell in sheet.cells
-        for method in BASELINES[: BASELINES.index(cell.method) if cell.method in BASELINES else None]
-        if (against := counterparts.of(cell, method)) is not None
-    ]
-    tests = [(pair, quantity, pair.found[quantity.field]) for pair in pairs for quantity in QUANTITIES]
-    adjusted = compare.holm([found and found.p for _, _, found in tests])
-    verdicts = {
-        (id(pair), quantity.field): compare.verdict(found, p, _least(pair, quantity))
-        for (pair, quantity, found), p in zip(tests, adjusted, strict=True)
-    }
-    corrected = {(id(pair), quantity.field): p for (pair, quantity, _), p in zip(tests, adjusted, strict=True)}
-    count = sum(p is not None for p in adjusted)
+    pairs = _pairs(sheet.cells, margin)
+    count = sum(claim.p is not None for pair in pairs for claim in pair.claims.values())
     caption = CAPTION.format(tests=f"{count} test{'s' * (count != 1)}", margin=margin)
-    rows = [_shown(pair, sheet, lambda field, pair=pair: verdicts[id(pair), field]) for pair in pairs]
+    rows = [_shown(pair, sheet) for pair in pairs]
     columns = [*LABELS, "n", *(q.header for q in QUANTITIES), "Detectable (points)", "Not inferior"]
     told = [name for name in columns[len(LABELS) :] if any(row[name] not in ("", NOT_MEASURED) for row in rows)]
     header = (*LABELS, *(told if rows else columns[len(LABELS) :]))
-    single = any(pair.found[ACCURACY.field] and pair.found[ACCURACY.field].n == 1 for pair in pairs)
+    accuracies = [pair.claims[ACCURACY].found for pair in pairs]
     notes = [
         *sheet.variant_notes,
-        *(["One shared seed: no interval, and no claim."] if single else []),
+        *(["One shared seed: no interval, and no claim."] if any(each and each.n == 1 for each in accuracies) else []),
         *footers.left_out(sheet.cells, sheet.name),
         *(f"Not used: {problem}" for problem in sheet.problems),
     ]
@@ -94,10 +89,36 @@ def differences(results: Results, margin: float = MARGIN) -> Table:
         header=header,
         rows=tuple(tuple(row[column] for column in header) for row in rows),
         footers=tuple(notes),
-        frame=pandas.DataFrame([_data(pair, verdicts, corrected) for pair in pairs], dtype=object),
+        frame=pandas.DataFrame([_data(pair) for pair in pairs], dtype=object),
         text_columns=len(LABELS),
         group_columns=2,
     )
+
+
+def _pairs(cells: list[Cell], margin: float) -> list[_Pair]:
+    """Of all cells; p values are corrected over all of them together."""
+    counterparts = Counterparts(cells)
+    compared = [
+        (cell, against)
+        for cell in cells
+        for method in BASELINES[: BASELINES.index(cell.method) if cell.method in BASELINES else None]
+        if (against := counterparts.of(cell, method)) is not None
+    ]
+    found = [
+        compare.paired(_values(cell, quantity.field), _values(against, quantity.field), ratio=quantity.ratio)
+        for cell, against in compared
+        for quantity in QUANTITIES
+    ]
+    tests = iter(zip(found, compare.holm([each and each.p for each in found]), strict=True))
+    pairs = []
+    for cell, against in compared:
+        claims = {
+            quantity: _Claim(each, p, compare.verdict(each, p, _least(against, quantity)))
+            for quantity, (each, p) in zip(QUANTITIES, tests)
+        }
+        accuracies = _values(cell, ACCURACY.field), _values(against, ACCURACY.field)
+        pairs.append(_Pair(cell, against, claims, compare.not_inferior(*accuracies, margin)))
+    return pairs
 
 
 def _values(cell: Cell, field: str) -> dict[int, float]:
@@ -107,23 +128,16 @@ def _values(cell: Cell, field: str) -> dict[int, float]:
     return {each.seed: getattr(each, field) for each in chosen if getattr(each, field) is not None}
 
 
-def _pair(cell: Cell, against: Cell, margin: float) -> _Pair:
-    read = {q: (_values(cell, q.field), _values(against, q.field)) for q in QUANTITIES}
-    found = {q.field: compare.paired(*values, ratio=q.ratio) for q, values in read.items()}
-    return _Pair(cell, against, found, compare.not_inferior(*read[ACCURACY], margin))
-
-
-def _least(pair: _Pair, quantity: _Quantity) -> float:
-    memory = pair.against.mean("memory_peak_bytes")
+def _least(against: Cell, quantity: _Quantity) -> float:
+    memory = against.mean("memory_peak_bytes")
     return LEAST_BYTES / memory.mean if quantity.field == "memory_peak_bytes" and memory else 0.0
 
 
-def _shown(pair: _Pair, sheet: Sheet, verdict: Callable[[str], Verdict]) -> dict[str, str]:
-    accuracy = pair.found[ACCURACY.field]
+def _shown(pair: _Pair, sheet: Sheet) -> dict[str, str]:
     shown = dict(zip(LABELS, (*sheet.names(pair.cell), sheet.names(pair.against)[-1]), strict=True))
-    shown["n"] = str(max((each.n for each in pair.found.values() if each), default=0))
-    for quantity in QUANTITIES:
-        shown[quantity.header] = _text(pair.found[quantity.field], quantity, verdict(quantity.field))
+    shown["n"] = str(max((claim.found.n for claim in pair.claims.values() if claim.found), default=0))
+    shown |= {quantity.header: _text(claim, quantity) for quantity, claim in pair.claims.items()}
+    accuracy = pair.claims[ACCURACY].found
     detectable = accuracy and accuracy.detectable
     shown["Detectable (points)"] = NOT_MEASURED if detectable is None else f"{detectable:.2f}"
     shown["Not inferior"] = NOT_MEASURED
@@ -132,26 +146,24 @@ def _shown(pair: _Pair, sheet: Sheet, verdict: Callable[[str], Verdict]) -> dict
     return shown
 
 
-def _text(found: Difference | None, quantity: _Quantity, verdict: Verdict) -> str:
+def _text(claim: _Claim, quantity: _Quantity) -> str:
+    found = claim.found
     if found is None:
         return NOT_MEASURED
     sign = "" if quantity.ratio else "+"
     known = [value for value in (found.mean, found.low, found.high) if value is not None]
     mean, *interval = (f"{value:{sign}.{quantity.decimals}f}" for value in known)
-    return f"{mean} [{', '.join(interval)}] {verdict}" if interval else mean
+    return f"{mean} [{', '.join(interval)}] {claim.verdict}" if interval else mean
 
 
-def _data(
-    pair: _Pair, verdicts: dict[tuple[int, str], Verdict], corrected: dict[tuple[int, str], float | None]
-) -> dict[str, Any]:
+def _data(pair: _Pair) -> dict[str, Any]:
     data: dict[str, Any] = {key: getattr(pair.cell, key) for key in ("dataset", "model", "method", "variant", "cell")}
     data |= {"against": pair.against.method, "against_cell": pair.against.cell, "device_name": pair.cell.device_name}
-    for quantity in QUANTITIES:
-        found, key = pair.found[quantity.field], (id(pair), quantity.field)
-        name = f"{quantity.field}_{'ratio' if quantity.ratio else 'difference'}"
+    for quantity, claim in pair.claims.items():
+        found, name = claim.found, f"{quantity.field}_{'ratio' if quantity.ratio else 'difference'}"
         for part in ("mean", "low", "high", "n", "p", "detectable"):
             data[name if part == "mean" else f"{name}_{part}"] = found and getattr(found, part)
-        data |= {f"{name}_p_holm": corrected[key], f"{name}_claim": verdicts[key]}
+        data |= {f"{name}_p_holm": claim.p, f"{name}_claim": claim.verdict}
     bound = pair.bound
     data |= {"margin_points": bound and bound.margin, "may_be_lost_points": bound and bound.below}
     return data | {"not_inferior": bound and bound.holds}

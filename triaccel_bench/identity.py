@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from triaccel_bench.settings import Settings
@@ -95,3 +96,12 @@ def _file_identity(path: str) -> list[str | int]:
         return [real]
     status = os.stat(real)
     return [real, status.st_size, status.st_mtime_ns]
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each setting of a section and of those in it, by its dotted key."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -43,6 +43,8 @@ WHOLE = {
 }
 """Classes, pixels a side, training and test images of each data set as it is shipped."""
 
+TENSORS_NOTE = "‡ bytes of live tensors, which are not VRAM"
+
 DTYPES = ("fp16", "bf16", "fp32")
 
 

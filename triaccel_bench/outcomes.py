@@ -11,6 +11,9 @@ from typing import Literal
 
 from triaccel_bench.records import Status
 
+LAST_WORDS = 200
+"""Lines of a traceback or a crash that a record keeps; the last ones."""
+
 TIME_IS_UP = 3
 """The exit code of a command that ``runner.max_minutes`` has stopped."""
 

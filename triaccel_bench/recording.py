@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from triaccel_bench.records import RUN_FILE, TRACE_FILE, DecisionTrace, RecordError, read_run, read_trace
+from triaccel_bench.records import RUN_FILE, TRACE_FILE, DecisionTrace, RecordError, Trace, read_run, read_trace
 from triaccel_bench.settings import SettingsError
 
 
@@ -106,7 +106,7 @@ def read_recording(where: str) -> Recording:
     if not trace.decisions:
         got = f"a trace without one, of {run.steps} steps"
         raise _refusal(where, "a run with control decisions", got, "record one with a shorter method.control.interval")
-    if trace.start is None or any(decision.in_force_after is None for decision in trace.decisions):
+    if not tells_its_start(trace):
         got = "a trace of an earlier version, which does not tell when decisions came into force"
         raise _refusal(where, "a trace with its start", got, "run that seed again")
     count, method = len(trace.layers), run.settings["method"]
@@ -124,6 +124,11 @@ def read_recording(where: str) -> Recording:
     return Recording(
         where, run.epochs_planned, trace.start.samples, tuple(trace.layers), method, _last_of_each_step(changes)
     )
+
+
+def tells_its_start(trace: Trace) -> bool:
+    """Whether it holds what decisions rest on, and when they came into force; earlier versions' did not."""
+    return trace.start is not None and all(decision.in_force_after is not None for decision in trace.decisions)
 
 
 def _last_of_each_step(changes: list[Change]) -> tuple[Change, ...]:

@@ -16,7 +16,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from triaccel_bench import control
+from triaccel_bench.identity import flat
 from triaccel_bench.noise import Squares
+from triaccel_bench.recording import tells_its_start
 from triaccel_bench.records import (
     RUN_FILE,
     TRACE_FILE,
@@ -59,7 +61,7 @@ def mismatches(run: RunRecord, trace: Trace) -> Iterator[Mismatch]:
     start = _start(trace)
     rules = _rules(start.rules, "the rules of its start")
     stated = control.within(_rules(run.settings["method"], "the settings of its record"), start.samples)
-    yield from _compared(0, _flat(start.rules), _flat(stated.model_dump(mode="json")), "rules.")
+    yield from _compared(0, dict(flat(start.rules)), dict(flat(stated.model_dump(mode="json"))), "rules.")
     executed_of = start.executes.__getitem__
     _, state = control.start(len(trace.layers), rules, executed_of)
     for event in trace.events():
@@ -91,7 +93,7 @@ def mismatches(run: RunRecord, trace: Trace) -> Iterator[Mismatch]:
 
 
 def _start(trace: Trace) -> StartTrace:
-    if trace.start is None or any(decision.in_force_after is None for decision in trace.decisions):
+    if not tells_its_start(trace):
         raise NotReplayable(
             "its trace is of an earlier version, which did not hold all that decisions rest on (rules, executed "
             "dtypes, signals that are not finite); run that seed again"
@@ -137,13 +139,6 @@ def _compared(
             both_nan = was != was and comes_out != comes_out
             if was != comes_out and not both_nan:
                 yield Mismatch(step, field, was, comes_out)
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
 
 
 def report(paths: Iterable[Path]) -> tuple[list[str], int]:

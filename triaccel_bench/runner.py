@@ -52,7 +52,7 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
         names, obstacles = _before_the_first(cells, devices, reporter)
         if devices.fault is not None:
             reporter.line(f"{devices.fault}: nothing keeps other runs off the GPU meanwhile")
-        ended: dict[int, dict[int, RunRecord]] = {number: {} for number in range(len(cells))}
+        largest: dict[int, RunRecord] = {}
         for number, seed in _turns(cells):
             settings, label = cells[number], cell_label(cells[number])
             if any(outcome.status == "refused" and outcome.number == number for outcome in outcomes):
@@ -67,11 +67,11 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
             outcomes.append(outcome)
             if outcome.path is not None and not outcome.reused and outcome.status not in ("left", "skipped"):
                 with contextlib.suppress(RecordError):
-                    ended[number][seed] = read_run(outcome.path)
-            if seed == settings.seeds[-1] and ended[number]:
-                # The largest stands for all: seeds of a cell differ little in it.
-                largest = max(ended[number], key=lambda seed, of=ended[number]: _step_peak(of[seed]))
-                reporter.memory(f"{label}/seed {largest}", ended[number][largest])
+                    run = read_run(outcome.path)
+                    largest[number] = max(largest.get(number, run), run, key=_step_peak)
+            if seed == settings.seeds[-1] and number in largest:
+                # It stands for all: seeds of a cell differ little in it.
+                reporter.memory(f"{label}/seed {largest[number].seed}", largest[number])
     return sorted(outcomes, key=lambda outcome: outcome.number)
 
 

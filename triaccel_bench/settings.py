@@ -273,7 +273,6 @@ class Settings(_Section):
     memory: MemorySettings
     engine: EngineSettings
     evaluation: EvaluationSettings
-    runner: RunnerSettings
     results: ResultsSettings
     runner: RunnerSettings
     replay: ReplaySettings

@@ -14,7 +14,7 @@ import pandas
 from triaccel_bench import compare, footers, paper
 from triaccel_bench.cells import Cell, baseline, why_no_baseline
 from triaccel_bench.footers import NOT_MEASURED
-from triaccel_bench.labels import configuration_label, is_whole, method_label
+from triaccel_bench.labels import TENSORS_NOTE, configuration_label, is_whole, method_label
 from triaccel_bench.layout import Table
 from triaccel_bench.paper import BYTES_PER_GB
 from triaccel_bench.results import Results
@@ -26,8 +26,6 @@ LABELS2 = ("Dataset", "Architecture", "Configuration")
 LABELS = len(LABELS1)
 
 EXECUTED = "Executed"
-
-TENSORS_NOTE = "‡ bytes of live tensors, which are not VRAM"
 
 TIME_TEXT = "Time: training seconds an epoch, mean of as many last epochs as stand in brackets."
 SCORE_TEXT = (
@@ -103,7 +101,7 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
         PROBE_MEMORY: _probes_shown(cell, _gb_shown(cell, "probe_peak_bytes")),
         "Batch": _batch_shown(cell),
         EXECUTED: footers.executed_layers(cell) or NOT_MEASURED,
-        "Seeds": _seeds_shown(cell),
+        "Seeds": cell.seeds_told,
         "Epochs (timed)": f"{epochs} ({NOT_MEASURED if timed is None else timed})",
         sheet.budget_header: _budget_shown(budget),
         "Paper: Acc (%)": f"{printed.accuracy_percent:.1f}" if printed else "",
@@ -144,7 +142,7 @@ def _row2(cell: Cell, sheet: Sheet) -> _Row:
         sheet.budget_header: _budget_shown(cell.mean("budget_bytes")),
         "Reduction": "-" if cell.method == "fp32" else NOT_MEASURED if reduction is None else f"{reduction:.1f} %",
         EXECUTED: footers.executed_layers(cell) or NOT_MEASURED,
-        "Seeds": _seeds_shown(cell),
+        "Seeds": cell.seeds_told,
         "Paper: VRAM (GB)": f"{printed.memory_gb:.3f}" if printed else "",
         "Paper: Reduction": (
             _printed_reduction(printed.reduction_percent) + (" †" if misprinted else "") if printed else ""
@@ -264,11 +262,6 @@ def _batch_shown(cell: Cell) -> str:
     if smallest == largest:
         return str(smallest)
     return f"{_shown(cell, cell.mean('batch_mean'), 1)} ({smallest}-{largest})"
-
-
-def _seeds_shown(cell: Cell) -> str:
-    done = len(cell.summaries)
-    return str(done) if done == cell.seeds_expected else f"{done} of {cell.seeds_expected}"
 
 
 def _printed_reduction(percent: float | None) -> str:

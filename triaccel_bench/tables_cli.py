@@ -147,15 +147,11 @@ def _pack(options: argparse.Namespace) -> int:
 
 def _write_boxes(options: argparse.Namespace) -> int:
     table = boxes_table(read_results(sorted(REFERENCE.glob("*/runs"))))
-    files = {REFERENCE / f"boxes.{suffix}": writer(table).encode() for suffix, writer in _WRITERS.items()}
-    try:
-        REFERENCE.mkdir(parents=True, exist_ok=True)
-        write_together(files)
-    except OSError as error:
-        print(f"{REFERENCE}: expected a folder that can be written, got {error}; free space there", file=sys.stderr)
+    written = _written({"boxes": table}, REFERENCE, "free space there")
+    if written is None:
         return REFUSED
     render_terminal(table)
-    print(f"Written: {', '.join(map(str, files))}")
+    print(written)
     return DONE
 
 
@@ -183,23 +179,31 @@ def _write_tables(results: Results, out: Path, margin: float = MARGIN) -> int:
 
 def _show(tables: dict[str, Table], out: Path) -> bool:
     """Write each table in every format, then print them; False, and why on standard error, where that cannot be."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        written = {
-            out / f"{name}.{suffix}": writer(table).encode()
-            for name, table in tables.items()
-            for suffix, writer in _WRITERS.items()
-        }
-        write_together(written)
-    except OSError as error:
-        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
+    written = _written(tables, out, "name another by --out")
+    if written is None:
         return False
     for name, table in tables.items():
         if table.rows or name != "differences":
             render_terminal(table)
             print()
-    print(f"Written: {', '.join(map(str, written))}")
+    print(written)
     return True
+
+
+def _written(tables: dict[str, Table], out: Path, remedy: str) -> str | None:
+    """Each table in every format, all or none; says which files, or ``None``, and why on standard error."""
+    files = {
+        out / f"{name}.{suffix}": writer(table).encode()
+        for name, table in tables.items()
+        for suffix, writer in _WRITERS.items()
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_together(files)
+    except OSError as error:
+        print(f"{out}: expected a folder that can be written, got {error}; {remedy}", file=sys.stderr)
+        return None
+    return f"Written: {', '.join(map(str, files))}"
 
 
 def _parser() -> argparse.ArgumentParser:

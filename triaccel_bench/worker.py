@@ -32,6 +32,7 @@ from triaccel_bench.hardware import DeviceError, Hardware
 from triaccel_bench.identity import RESULTS_VERSION
 from triaccel_bench.leases import Lease
 from triaccel_bench.meters import card_state
+from triaccel_bench.outcomes import LAST_WORDS
 from triaccel_bench.preflight import Check, failed
 from triaccel_bench.records import CHECKPOINT_FILE, Provenance, RunRecord, Trace, planned_run, write_run
 from triaccel_bench.resumption import CheckpointError, Interrupted, Keeper, Owner, Stop, stoppable
@@ -45,11 +46,8 @@ REFUSALS = (DeviceError, DataError, WeightsError, SettingsError)
 """Faults of the set-up, found before any step: they end the command with exit code 2 and leave no record."""
 
 
-MOST_LINES = 200
-"""Of a traceback in a record; the last of them."""
-
 CUBLAS_WORKSPACES = {"CUBLAS_WORKSPACE_CONFIG": ":1024:2:16:8", "CUBLASLT_WORKSPACE_SIZE": "2048"}
-"""2 MiB a handle. PyTorch's 8 MiB, and 32 on Hopper, for each of three would be a fifth of these models' memory."""
+"""2 MiB a handle. PyTorch's 8 MiB, and 32 on Hopper, for each of several would be much beside these models' memory."""
 
 
 def inspect_device(pipe: Connection, device: str, kernels: str, lease: Lease | None = None) -> None:
@@ -243,7 +241,7 @@ def _fail(run: RunRecord, error: Exception, emit) -> None:
 
 
 def _lines(error: Exception) -> list[str]:
-    return "".join(traceback.format_exception(error)).splitlines()[-MOST_LINES:]
+    return "".join(traceback.format_exception(error)).splitlines()[-LAST_WORDS:]
 
 
 def provenance(found: Hardware) -> Provenance:
