@@ -15,7 +15,7 @@ import pytest
 from tiny import Listening, settings
 
 from triaccel_bench import hardware, leases, runner, worker
-from triaccel_bench.child import Ended
+from triaccel_bench.child import Ended, fork_server
 from triaccel_bench.leases import Card, Devices, Lease, Unknown, candidates, lease_one, visible_cards
 from triaccel_bench.preflight import Check, Report
 
@@ -173,7 +173,7 @@ def test_a_child_holds_the_card_as_long_as_it_lives(machine):
     """A parent that dies frees nothing while its child still has memory on the card."""
     lease = lease_one([A], shared=False)
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("forkserver").Process(target=keep, args=(lease, there))
+    process = fork_server().Process(target=keep, args=(lease, there))
     process.start()
     assert here.recv() == A.uuid
     lease.close()

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from typing import Any
 
 from triaccel_bench import life
@@ -84,8 +85,7 @@ def call(
     """
     # Threads that spin while they wait cost a busy two-core machine a factor of ten; the setting is read at start-up.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["triaccel_bench.worker"])
+    context = fork_server()
     here, there = context.Pipe(duplex=False)
     words_here, words_there = context.Pipe(duplex=False)
     child = context.Process(target=_enter, args=(entry, there, words_there, arguments), daemon=True)
@@ -108,6 +108,13 @@ def call(
         there.close()
         words_there.close()
     return _Watch(child, here, words_here, receive, timeout, deadline).until_its_end()
+
+
+def fork_server() -> BaseContext:
+    """What makes children; whoever asks it first settles what it has imported for all others."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["triaccel_bench.worker"])
+    return context
 
 
 class _Watch:
