@@ -16,7 +16,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from test_cli import COMMAND, TINY, here, nothing_left_of, processes_of, records, run  # noqa: F401
 
-from triaccel_bench import cli, launching
+from triaccel_bench import cli, deadline, launching
 from triaccel_bench.launching import stopped_by
 from triaccel_bench.preflight import Check, Report
 from triaccel_bench.records import CHECKPOINT_FILE
@@ -49,7 +49,7 @@ def test_joblib_runs_two_jobs_at_once_and_each_seed_once(tmp_path, run):  # noqa
     assert head.startswith("4 jobs by JoblibLauncher")
     assert sum("finished before, reused" in line for line in lines) == 2, "asked for by two jobs, run by one"
     assert all(line.startswith(("synthetic/resnet8/", "  ")) for line in lines if line)
-    assert done.stdout.count("Table 1") == 1 and not (tmp_path / ".hydra").exists()
+    assert done.stdout.count("Table 1") == 1 and not list(tmp_path.glob(".hydra*"))
 
 
 @with_joblib
@@ -145,7 +145,7 @@ def test_a_local_ray_runs_two_jobs_at_once_and_hides_no_card(tmp_path, run, monk
         assert ray.get(asked.remote()) == "0,1"
     finally:
         ray.shutdown()
-    assert not (tmp_path / ".hydra").exists()
+    assert not list(tmp_path.glob(".hydra*"))
 
 
 @with_joblib
@@ -248,8 +248,64 @@ def test_what_became_of_a_job_is_the_commands_exit_code_and_said_once(run, fake,
 @with_joblib
 def test_a_job_that_is_lost_fails_alone(run, fake):  # noqa: F811
     fake.act = returning(done(0), RuntimeError("its machine went away"))
-    lost = run("-m", *TINY, "epochs=1,2", *JOBLIB)
-    assert lost.returncode == 1 and "failed: synthetic/resnet8/triaccel seed 0: the job ended early" in lost.stdout
+    lost = run("-m", *TINY, "epochs=1,2", "seeds=[0,1]", *JOBLIB)
+    label = "synthetic/resnet8/triaccel"
+    assert lost.returncode == 1
+    assert all(f"failed: {label} seed {seed}: the job ended early" in lost.stdout for seed in (0, 1))
+    (again,) = lost.stdout.split("to run only what failed:\n")[1].splitlines()
+    assert "epochs=2" in again and "seeds=[0,1]" in again and "launcher" not in again
+
+
+@with_joblib
+def test_a_failure_in_another_job_stops_the_seeds_that_have_not_begun(tmp_path, run, fake, monkeypatch):  # noqa: F811
+    def act(launcher, overrides):
+        task = launcher.sent["task"]
+        assert not task.failed.exists(), "left there by a command that was killed"
+
+        def run_cells(cells, reporter, failed_elsewhere):
+            before = failed_elsewhere()
+            task.failed.touch()
+            return [Outcome("a/b/c", int(before) + 2 * failed_elsewhere(), "done", None, None)]
+
+        monkeypatch.setattr(launching, "run_cells", run_cells)
+        (first,) = task.run(task.cells[0])
+        assert first.seed == 2
+        (second,) = task.run(task.cells[1])
+        assert second.status == "skipped"
+        return returning([first], [second])(launcher, overrides)
+
+    fake.act = act
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "failed").touch()
+    stopped = run(
+        "-m", *TINY, "epochs=1,2", "seeds=[0]", "on_failure=stop", f"hydra.sweep.dir={tmp_path}/mine", *JOBLIB
+    )
+    assert "stopped (on_failure=stop) before 1 run" in stopped.stdout, stopped.stdout + stopped.stderr
+
+
+@with_joblib
+def test_a_job_counts_its_time_from_the_start_of_the_command(run, fake, monkeypatch):  # noqa: F811
+    def act(launcher, overrides):
+        task = launcher.sent["task"]
+        assert task.began == deadline.begun()
+        began = deadline._began
+        deadline._began = began + 1000.0
+        deadline.begin(task.began)
+        assert deadline._began == began
+        deadline.begin(("another machine", 0.0))
+        assert deadline._began == began
+        return returning(done(0), done(0))(launcher, overrides)
+
+    fake.act = act
+    ended = run("-m", *TINY, "epochs=1,2", "runner.max_minutes=5", *JOBLIB)
+    assert ended.returncode == 0, ended.stderr
+
+
+@with_joblib
+def test_no_job_begins_a_run_once_the_time_of_the_command_is_up(tmp_path, run):  # noqa: F811
+    late = run("-m", *TINY, "method=fp32,amp", "seeds=[0]", "runner.max_minutes=1e-4", *JOBLIB)
+    assert late.returncode == 3, late.stdout + late.stderr
+    assert "2 of 2 runs left" in late.stdout and not records(tmp_path)
 
 
 @with_joblib

@@ -9,14 +9,15 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 from tiny import Listening, settings
 
-from triaccel_bench import hardware, leases, runner, worker
-from triaccel_bench.child import Ended, fork_server
-from triaccel_bench.leases import Card, Devices, Lease, Unknown, candidates, lease_one, visible_cards
+from triaccel_bench import deadline, hardware, leases, runner, worker
+from triaccel_bench.child import Ended, call, fork_server
+from triaccel_bench.leases import Card, Devices, GivenUp, Lease, Unknown, candidates, lease_one, visible_cards
 from triaccel_bench.preflight import Check, Report
 
 A, B, OTHER = Card("GPU-aaaa-1", "NVIDIA A100"), Card("GPU-bbbb-2", "NVIDIA A100"), Card("GPU-cccc-3", "Tesla T4")
@@ -183,6 +184,42 @@ def test_a_child_holds_the_card_as_long_as_it_lives(machine):
     assert lease_one([A], shared=False) is not None
 
 
+class Slow:
+    """An argument that its child gets no sooner than there is a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self):
+        return _auto, (self.folder,)
+
+
+def _auto(folder: Path) -> str:
+    (folder / "here").touch()
+    until = time.monotonic() + 30
+    while not (folder / "go").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return "auto"
+
+
+def test_a_child_that_is_called_holds_the_card_until_it_has_ended(machine, tmp_path):
+    lease, ended = lease_one([A], shared=False), []
+    arguments = "cuda", Slow(tmp_path), lease
+    calling = threading.Thread(
+        target=lambda: ended.append(call("inspect_device", arguments, lambda *_: None, timeout=60))
+    )
+    calling.start()
+    until = time.monotonic() + 60
+    while not (tmp_path / "here").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    lease.close()
+    assert (tmp_path / "here").exists() and lease_one([A], shared=False) is None
+    (tmp_path / "go").touch()
+    calling.join()
+    assert ended[0].verdict[0] == "refused", "it sees that card alone, and there is none of that name"
+    assert lease_one([A], shared=False) is not None
+
+
 def test_a_file_that_was_cleared_away_is_no_lock(machine, monkeypatch):
     path, lock, cleared = leases.FOLDER / A.uuid, fcntl.flock, []
 
@@ -240,6 +277,21 @@ def test_who_finds_no_free_card_waits_and_says_so_once(machine, device, words):
     with Devices(hear) as devices:
         assert devices.take(device, False).card == B
     assert said == [f"device={device}: {words} in use by other runs; waiting for one to end"]
+
+
+def test_nobody_waits_for_a_card_beyond_the_time(machine, tmp_path, children, monkeypatch):
+    machine(A, B, OTHER)
+    busy = lease_one([OTHER], shared=False)
+    with (
+        Devices(lambda text: None, lambda: True) as devices,
+        pytest.raises(GivenUp, match="cuda:2: the card is in use"),
+    ):
+        devices.take("cuda:2", False)
+    monkeypatch.setattr(deadline, "_began", time.monotonic())
+    chosen = on_card("cuda:2", "seeds=[0,1]", "runner.max_minutes=0.01", root=tmp_path)
+    outcomes = runner.run_cells([chosen], Listening())
+    assert [(outcome.seed, outcome.status) for outcome in outcomes] == [(0, "left"), (1, "left")] and not children
+    busy.close()
 
 
 def test_without_nvml_there_are_no_leases_and_a_reason(machine, monkeypatch):

@@ -232,7 +232,7 @@ def _launch(how: launching.Launch, jobs: list[Settings], asked: list[Asked]) -> 
     if jobs[0].preflight == "only":
         return _shown(launching.look(how, jobs, overrides), jobs)
     if jobs[0].progress != "none":
-        print(f"{len(jobs)} jobs by {how.config.hydra.launcher._target_.rsplit('.', 1)[1]}, {how.folder}", flush=True)
+        print(f"{len(jobs)} jobs by {how.launcher}, {how.folder}", flush=True)
     outcomes = launching.launch(how, jobs, overrides)
     _tell(outcomes, jobs, asked)
     return outcomes

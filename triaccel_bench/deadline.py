@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import platform
 import time
+from pathlib import Path
 
 SECONDS_TO_FINISH = 20.0
 """For a child to end and for the summary, beside what the stretch under way and the checkpoint take."""
@@ -11,10 +13,31 @@ SECONDS_TO_FINISH = 20.0
 _began = time.monotonic()
 
 
-def begin() -> None:
-    """A command begins: its time counts from now. In a process that somebody else's launcher made, from its start."""
+def begin(at: tuple[str, float] | None = None) -> None:
+    """A command begins: its time counts from now.
+
+    Args:
+        at: what ``begun`` told where the command began, for a process that works for it. On another machine it means
+            nothing, and the time counts from the start of the process.
+    """
     global _began
-    _began = time.monotonic()
+    if at is None:
+        _began = time.monotonic()
+    elif at[0] == _clock():
+        _began = at[1]
+
+
+def begun() -> tuple[str, float]:
+    """Whose clock, and when by it the command began."""
+    return _clock(), _began
+
+
+def _clock() -> str:
+    """Processes of one machine have it in common until that is started again."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
 
 
 class Deadline:

@@ -30,6 +30,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext
 from omegaconf import DictConfig, open_dict, read_write
 
+from triaccel_bench import deadline
 from triaccel_bench.child import SECONDS_TO_END
 from triaccel_bench.claims import Refused
 from triaccel_bench.outcomes import Outcome
@@ -40,6 +41,7 @@ from triaccel_bench.settings import Settings
 from triaccel_bench.terminal import print_any_name
 
 LOCAL = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+QUEUE = "SlurmLauncher"
 INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = SECONDS_TO_END + 10.0
@@ -66,6 +68,10 @@ class Launch:
     def folder(self) -> Path:
         return Path(str(self.config.hydra.sweep.dir)).absolute()
 
+    @property
+    def launcher(self) -> str:
+        return self.config.hydra.launcher._target_.rsplit(".", 1)[1]
+
 
 class Withhold(Callback):
     """Hydra composes a sweep as if its own launcher were to run it; the one that was asked for is kept for later.
@@ -79,7 +85,7 @@ class Withhold(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if config.hydra.launcher._target_ == LOCAL:
             return
-        # Named by the time: asked for once, it is the same in the copy.
+        # Named by the time and at random: asked for once, it is the same in the copy.
         str(config.hydra.sweep.dir)
         Withhold.kept = Launch(deepcopy(config), GlobalHydra.instance().config_loader())
         with read_write(config), open_dict(config):
@@ -88,20 +94,30 @@ class Withhold(Callback):
 
 @dataclass(frozen=True)
 class Job:
-    """One cell of a sweep, wherever the launcher has brought it; called by Hydra, which says which one."""
+    """One cell of a sweep, wherever the launcher has brought it; called by Hydra, which says which one.
+
+    Attributes:
+        began: as ``deadline.begun`` told it in the process of the command; ``None``: a job's time is its own.
+    """
 
     cells: tuple[Settings, ...]
     stop: Path
+    began: tuple[str, float] | None = None
 
     @property
     def failed(self) -> Path:
         """There once a run of any job has failed."""
         return self.stop.with_name("failed")
 
+    def forget(self) -> None:
+        for told in (self.stop, self.failed):
+            told.unlink(missing_ok=True)
+
     def __call__(self, config: DictConfig) -> list[Outcome]:
         return self.run(self.cells[HydraConfig.get().job.num])
 
     def run(self, settings: Settings) -> list[Outcome]:
+        deadline.begin(self.began)
         label = cell_label(settings)
         if self.stop.exists():
             return [Outcome(label, settings.seeds[0], "interrupted", "before it began", None)]
@@ -111,14 +127,15 @@ class Job:
         reporter = Reporter() if settings.progress == "none" else Labelled(label)
         try:
             with _start_method(), stopped_by(self.stop):
-                outcomes = run_cells([settings], reporter)
-            if any(outcome.failed for outcome in outcomes):
-                self.failed.touch()
-            return outcomes
+                outcomes = run_cells([settings], reporter, self.failed.exists)
         except Refused as error:
-            return [Outcome(label, settings.seeds[0], "refused", str(error), None)]
+            outcomes = [Outcome(label, settings.seeds[0], "refused", str(error), None)]
         except KeyboardInterrupt:
-            return [Outcome(label, settings.seeds[0], "interrupted", "asked to stop", None)]
+            outcomes = [Outcome(label, settings.seeds[0], "interrupted", "asked to stop", None)]
+        if any(outcome.failed for outcome in outcomes):
+            with suppress(OSError):
+                self.failed.touch()
+        return outcomes
 
 
 @dataclass(frozen=True)
@@ -185,12 +202,15 @@ def launch(how: Launch, cells: Sequence[Settings], overrides: Sequence[list[str]
         KeyboardInterrupt: it was asked for; jobs have ended, or will as soon as they look.
     """
     stop = how.folder / "stop"
-    job = Job(tuple(_anywhere(settings) for settings in cells), stop)
+    # What waits in a queue is not late, and limits of time there are limits of a job.
+    began = None if how.launcher == QUEUE else deadline.begun()
+    job = Job(tuple(_anywhere(settings) for settings in cells), stop, began)
     how.folder.mkdir(parents=True, exist_ok=True)
+    # A folder that the user named may hold those of a command that was killed.
+    job.forget()
     with _asking_to_stop(stop) as asked:
         returned = _launched(how, job, overrides)
-    for told in (stop, job.failed):
-        told.unlink(missing_ok=True)
+    job.forget()
     if asked:
         raise KeyboardInterrupt
     outcomes: list[Outcome] = []
@@ -200,7 +220,8 @@ def launch(how: Launch, cells: Sequence[Settings], overrides: Sequence[list[str]
         else:
             error = one._return_value
             reason = f"the job ended early ({type(error).__name__}: {error})"
-            outcomes.append(Outcome(cell_label(settings), settings.seeds[0], "failed", reason, None, number=number))
+            label = cell_label(settings)
+            outcomes += [Outcome(label, seed, "failed", reason, None, number=number) for seed in settings.seeds]
     return outcomes
 
 
@@ -211,7 +232,7 @@ def look(how: Launch, cells: Sequence[Settings], overrides: Sequence[list[str]])
 
 
 def _launched(how: Launch, task: Any, overrides: Sequence[list[str]]) -> Sequence[JobReturn]:
-    # Its folder is named by the time and the process: one name for all, not one for each process that composes.
+    # Its folder is named by the time and at random: one name for all, not one for each process that composes.
     config, folder = deepcopy(how.config), str(how.folder)
     with read_write(config), open_dict(config):
         config.hydra.overrides.hydra.append(f"hydra.sweep.dir={_quoted(folder)}")

@@ -28,6 +28,10 @@ class Unknown(RuntimeError):
     """Nobody can say which cards there are, or hold them; the message says why."""
 
 
+class GivenUp(RuntimeError):
+    """No card became free in time; the message says what was waited for."""
+
+
 @dataclass(frozen=True)
 class Card:
     """A GPU, or a slice of one, as CUDA_VISIBLE_DEVICES may name it."""
@@ -63,13 +67,14 @@ class Devices(AbstractContextManager):
 
     Args:
         say: hears in one line that a card has to be waited for.
+        give_up: whether to wait no longer.
 
     Attributes:
         fault: why cards could not be leased, if so.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], give_up: Callable[[], bool] = lambda: False) -> None:
+        self._say, self._give_up = say, give_up
         self._held: Lease | None = None
         self.fault: str | None = None
 
@@ -87,6 +92,9 @@ class Devices(AbstractContextManager):
         "cuda" is any visible card of the same model as the first. With ``shared`` others may hold it as well, who
         asked for that too. What was held before is kept if it will do, and else let go. None: no card is asked
         for, there is no such card, or none can be leased (``fault``).
+
+        Raises:
+            GivenUp: none became free before it was time to ``give_up``.
         """
         try:
             wanted = [] if device == "cpu" else candidates(device, visible_cards())
@@ -99,10 +107,12 @@ class Devices(AbstractContextManager):
         return self._held
 
     def _wait_for(self, device: str, wanted: Sequence[Card], shared: bool) -> Lease:
+        cards = "the card is" if len(wanted) == 1 else f"all {len(wanted)} cards are"
         waiting = False
         while (lease := lease_one(wanted, shared)) is None:
+            if self._give_up():
+                raise GivenUp(f"device={device}: {cards} in use by other runs")
             if not waiting:
-                cards = "the card is" if len(wanted) == 1 else f"all {len(wanted)} cards are"
                 self._say(f"device={device}: {cards} in use by other runs; waiting for one to end")
                 waiting = True
             time.sleep(POLL_SECONDS)

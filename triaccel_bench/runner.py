@@ -13,7 +13,7 @@ from triaccel_bench.child import Ended
 from triaccel_bench.claims import Refused, claimed, recover
 from triaccel_bench.deadline import Deadline
 from triaccel_bench.identity import RESULTS_VERSION, identity
-from triaccel_bench.leases import Devices, Lease
+from triaccel_bench.leases import Devices, GivenUp, Lease
 from triaccel_bench.outcomes import Outcome
 from triaccel_bench.preflight import RECORD_BYTES, Check, Report, merged, space
 from triaccel_bench.progress import Reporter
@@ -30,7 +30,9 @@ from triaccel_bench.records import (
 from triaccel_bench.settings import Settings
 
 
-def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
+def run_cells(
+    cells: Sequence[Settings], reporter: Reporter, failed_elsewhere: Callable[[], bool] = lambda: False
+) -> list[Outcome]:
     """Run every seed of every cell that has no finished record yet, one after the other.
 
     The first seed of all cells comes first, then their second: what makes a machine slower for a while then meets all
@@ -40,16 +42,24 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
     on; a seed that fails leaves a record that says so, and the others go on, unless
     ``on_failure=stop``. Commands that ask for the same seed at once take turns, and the later
     one reuses what the earlier one finished. Once ``runner.max_minutes`` are near, the run under
-    way is asked to stop, and no other begins.
+    way is asked to stop, no GPU is waited for, and no other begins.
 
     The cheap checks of ``preflight`` come first: which cells cannot run is said before any does.
+
+    Args:
+        failed_elsewhere: whether another job of the same sweep had a run that failed.
 
     Raises:
         Refused: a device that the cells ask for cannot be used; nothing has been run.
     """
     outcomes: list[Outcome] = []
-    with Devices(reporter.line) as devices:
-        names, obstacles = _before_the_first(cells, devices, reporter)
+    deadline = Deadline(cells[0].runner.max_minutes if cells else None)
+    with Devices(reporter.line, deadline.near) as devices:
+        try:
+            names, obstacles = _before_the_first(cells, devices, reporter)
+        except GivenUp as error:
+            waited = [(number, cell, seed) for number, cell in enumerate(cells) for seed in cell.seeds]
+            return [Outcome(cell_label(cell), seed, "left", str(error), None, number=n) for n, cell, seed in waited]
         if devices.fault is not None:
             reporter.line(f"{devices.fault}: nothing keeps other runs off the GPU meanwhile")
         largest: dict[int, RunRecord] = {}
@@ -57,11 +67,17 @@ def run_cells(cells: Sequence[Settings], reporter: Reporter) -> list[Outcome]:
             settings, label = cells[number], cell_label(cells[number])
             if any(outcome.status == "refused" and outcome.number == number for outcome in outcomes):
                 continue
-            # Before the seed is claimed: two that wait for what the other has would wait for ever.
-            lease = _lease(devices, settings)
             cell = identity(settings, names[settings.device, settings.kernels])
+
+            def halt(settings: Settings = settings) -> Literal["left", "skipped"] | None:
+                return _halt(settings, outcomes, failed_elsewhere)
+
             try:
-                outcome = _run_turn(number, settings, seed, cell, obstacles.get(number), lease, reporter, outcomes)
+                # Before the seed is claimed: two that wait for what the other has would wait for ever.
+                lease = None if halt() else _lease(devices, settings)
+                outcome = _run_turn(number, settings, seed, cell, obstacles.get(number), lease, reporter, halt)
+            except GivenUp as error:
+                outcome = Outcome(label, seed, "left", str(error), None, number=number)
             except Refused as error:
                 outcome = Outcome(label, settings.seeds[0], "refused", str(error), None, number=number)
             outcomes.append(outcome)
@@ -157,11 +173,13 @@ def seed_folder(settings: Settings, cell: str, seed: int) -> Path:
     return Path(settings.results.root) / f"{cell_label(settings).replace('/', '-')}-{cell}" / f"seed-{seed}"
 
 
-def _halt(settings: Settings, outcomes: Sequence[Outcome]) -> Literal["left", "skipped"] | None:
+def _halt(
+    settings: Settings, outcomes: Sequence[Outcome], failed_elsewhere: Callable[[], bool]
+) -> Literal["left", "skipped"] | None:
     """What becomes of a run that has not begun, if it is not to begin any more."""
     if any(outcome.status == "left" for outcome in outcomes) or Deadline(settings.runner.max_minutes).near():
         return "left"
-    if settings.on_failure == "stop" and any(outcome.failed for outcome in outcomes):
+    if settings.on_failure == "stop" and (any(outcome.failed for outcome in outcomes) or failed_elsewhere()):
         return "skipped"
     return None
 
@@ -174,14 +192,14 @@ def _run_turn(
     obstacle: str | None,
     lease: Lease | None,
     reporter: Reporter,
-    before: Sequence[Outcome],
+    halt: Callable[[], Literal["left", "skipped"] | None],
 ) -> Outcome:
     """Raises ``Refused`` where the cell cannot be run."""
     label, folder = cell_label(settings), seed_folder(settings, cell, seed)
     name, path = f"{label}/seed {seed}", folder / RUN_FILE
-    halt = _halt(settings, before)
-    if halt is not None and not (settings.results.reuse and _finished(path, cell, seed, reporter)):
-        return Outcome(label, seed, halt, None, path, number=number)
+    halted = halt()
+    if halted is not None and not (settings.results.reuse and _finished(path, cell, seed, reporter)):
+        return Outcome(label, seed, halted, None, path, number=number)
     with claimed(folder, name, reporter, Deadline(settings.runner.max_minutes)) as ours:
         if not ours:
             return Outcome(label, seed, "left", "another command is running it", path, number=number)
