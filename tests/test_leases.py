@@ -185,16 +185,16 @@ def test_a_child_holds_the_card_as_long_as_it_lives(machine):
 
 
 class Slow:
-    """An argument that its child gets no sooner than there is a file."""
+    """An argument that its child gets no sooner than there is a file, and others before."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *before: object) -> None:
+        self.folder, self.before = folder, before
 
     def __reduce__(self):
-        return _auto, (self.folder,)
+        return _auto, (self.folder, *self.before)
 
 
-def _auto(folder: Path) -> str:
+def _auto(folder: Path, *before: object) -> str:
     (folder / "here").touch()
     until = time.monotonic() + 30
     while not (folder / "go").exists() and time.monotonic() < until:
@@ -204,7 +204,7 @@ def _auto(folder: Path) -> str:
 
 def test_a_child_that_is_called_holds_the_card_until_it_has_ended(machine, tmp_path):
     lease, ended = lease_one([A], shared=False), []
-    arguments = "cuda", Slow(tmp_path), lease
+    arguments = "cuda", Slow(tmp_path, lease), lease
     calling = threading.Thread(
         target=lambda: ended.append(call("inspect_device", arguments, lambda *_: None, timeout=60))
     )
