@@ -17,6 +17,8 @@ class Results:
 
     runs: tuple[RunRecord, ...]
     problems: tuple[str, ...] = ()
+    paths: tuple[Path, ...] = ()
+    """The file of each of ``runs``; empty for records that lie in none."""
 
 
 def read_results(folders: Iterable[Path]) -> Results:
@@ -51,7 +53,8 @@ def read_results(folders: Iterable[Path]) -> Results:
         if _standing(run) > _standing(rival):
             kept[key], unused = (path, run), rival_path
         problems.append(f"{unused}: seed {run.seed} of cell {run.cell} is recorded twice; used: {kept[key][0]}")
-    return Results(tuple(run for _, run in kept.values()), tuple(problems))
+    paths, runs = zip(*kept.values()) if kept else ((), ())
+    return Results(runs, tuple(problems), paths)
 
 
 def run_files(folder: Path, problems: list[str], met: Callable[[Path], object] = lambda pack: None) -> Iterator[Path]:

@@ -1,0 +1,139 @@
+"""Tables 1 and 2 as bar charts beside the paper's figures, from the tables' own frames."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from triaccel_bench import style
+from triaccel_bench.layout import Table
+from triaccel_bench.paper import BYTES_PER_GB, CARDS, DEVICE_GB
+from triaccel_bench.series import Stems
+from triaccel_bench.tables import LABELS
+
+MEASURED, PAPER = style.BLUE, style.ORANGE
+BAR = 0.38
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One quantity: its axis, its columns in the table's frame, decimals that are written, and a unit's factor."""
+
+    axis: str
+    measured: str
+    spread: str
+    printed: str
+    decimals: int
+    factor: float = 1.0
+
+
+_ACCURACY = Panel("Accuracy (%)", "accuracy_percent_mean", "accuracy_percent_std", "paper_accuracy_percent", 2)
+_TIME = Panel(
+    "Training time (s an epoch)", "train_seconds_per_epoch_mean", "train_seconds_per_epoch_std", "paper_seconds", 2
+)
+_VRAM = Panel("Peak VRAM (GB)", "vram_peak_bytes_mean", "vram_peak_bytes_std", "paper_memory_gb", 3, 1 / BYTES_PER_GB)
+_TENSORS = Panel(
+    "Peak of live tensors (GB, not VRAM)", "tensor_peak_bytes_mean", "tensor_peak_bytes_std", "paper_memory_gb", 3,
+    1 / BYTES_PER_GB,
+)  # fmt: skip
+_SCORE = Panel("Eff. Score (% / (s × GB))", "score_mean", "score_std", "paper_score", 2)
+_REDUCTION = Panel("VRAM below FP32 (%)", "reduction_percent", "", "paper_reduction_percent", 1)
+
+
+def table1_charts(table: Table) -> Iterator[tuple[str, Any]]:
+    """File stem and figure, one for each data set and model."""
+    return _charts("table1", table, lambda memory: (_ACCURACY, _TIME, memory, _SCORE))
+
+
+def table2_charts(table: Table) -> Iterator[tuple[str, Any]]:
+    return _charts("table2", table, lambda memory: (memory, _REDUCTION))
+
+
+def _charts(name: str, table: Table, panels: Any) -> Iterator[tuple[str, Any]]:
+    groups: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
+    for row, data in zip(table.rows, table.frame.to_dict("records")):
+        groups.setdefault(row[: LABELS - 1], []).append((row[LABELS - 1], data))
+    stem = Stems()
+    for labels, rows in groups.items():
+        memory = _VRAM if any(data["vram_peak_bytes_mean"] is not None for _, data in rows) else _TENSORS
+        chosen = panels(memory)
+        if memory is _TENSORS:
+            chosen = tuple(panel for panel in chosen if panel is not _SCORE)
+        first = rows[0][1]
+        yield stem(name, first["dataset"], first["model"]), _chart(table, labels, rows, chosen)
+
+
+def _chart(table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]], panels: tuple) -> Any:
+    from matplotlib.patches import Patch
+
+    columns = 2 if len(panels) > 1 else 1
+    lines = -(-len(panels) // columns)
+    height = 1.3 + lines * (0.65 + 0.42 * len(rows))
+    figure, axes = style.blank(f"{table.title}: {', '.join(labels)}", height, lines, columns, squeeze=False)
+    flat = list(axes.flat)
+    for index, (place, panel) in enumerate(zip(flat, panels)):
+        _bars(place, panel, rows, named=index % columns == 0)
+    for place in flat[len(panels) :]:
+        place.set_axis_off()
+    handles = [Patch(facecolor=MEASURED, edgecolor="black", label="measured (whisker: ± 1 std over n seeds)")]
+    notes = [*_notes(table, rows)]
+    if any(data[panel.printed] is not None for _, data in rows for panel in panels):
+        label = f"the paper's ({' and '.join(CARDS)}, {DEVICE_GB} GB)"
+        handles.append(Patch(facecolor=PAPER, edgecolor="black", hatch="////", label=label))
+    else:
+        notes.append("The paper prints no figures for these settings of data set and model.")
+    figure.legend(handles=handles, loc="outside upper center", ncols=2)
+    style.noted(figure, notes)
+    return figure
+
+
+def _bars(axes: Any, panel: Panel, rows: list[tuple[str, dict[str, Any]]], named: bool) -> None:
+    values, top = [], 0.0
+    for _, data in rows:
+        measured, printed = data[panel.measured], data[panel.printed]
+        std = data[panel.spread] if panel.spread else None
+        measured = None if measured is None else measured * panel.factor
+        std = None if std is None else std * panel.factor
+        values.append((measured, std, printed))
+        top = max(top, abs(measured or 0.0) + (std or 0.0), abs(printed or 0.0))
+    top = top or 1.0
+    paired = any(printed is not None for *_, printed in values)
+    for place, (measured, std, printed) in enumerate(values):
+        above = place - (BAR / 2 if paired else 0)
+        spread = "" if std is None else f" ± {std:.{panel.decimals}f}"
+        text = "n/a" if measured is None else f"{measured:.{panel.decimals}f}{spread}"
+        _bar(axes, above, measured, std, text, top, facecolor=MEASURED)
+        if printed is not None:
+            _bar(axes, place + BAR / 2, printed, None, f"{printed:g}", top, facecolor=PAPER, hatch="////")
+    negative = any((value or 0.0) < 0 for value, *_ in values)
+    axes.set_xlim(-1.45 * top if negative else 0, 1.45 * top)
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_xlabel(panel.axis)
+    axes.grid(False, axis="y")
+    axes.set_yticks(range(len(rows)), [_row_label(label, data) for label, data in rows] if named else [])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+
+
+def _bar(axes: Any, y: float, value: float | None, std: float | None, text: str, top: float, **look: Any) -> None:
+    if value is not None:
+        axes.barh(y, value, height=BAR, edgecolor="black", linewidth=0.7, **look)
+        if std is not None:
+            axes.errorbar(value, y, xerr=std, color="black", capsize=2.5, linewidth=1.0)
+    end = (value or 0.0) + (std or 0.0) * (1 if (value or 0.0) >= 0 else -1)
+    outside = end + 0.02 * top * (1 if end >= 0 else -1)
+    axes.text(outside, y, text, ha="left" if end >= 0 else "right", va="center")
+
+
+def _row_label(label: str, data: dict[str, Any]) -> str:
+    return f"{style.shortened(label, 34)}\nn = {data['n']}"
+
+
+def _notes(table: Table, rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+    devices = sorted({str(data["device_name"]) for _, data in rows if data["device_name"]})
+    yield f"Measured on {', '.join(devices) or 'an unknown device'}."
+    yield from (f"{label}: not in the mean: {data['excluded']}." for label, data in rows if data["excluded"])
+    if any(data["n"] == 1 for _, data in rows):
+        yield "n = 1: one seed, no spread."
+    marks = {label[label.rindex("[") :] for label, _ in rows if label.endswith("]") and "[" in label}
+    yield from (footer for footer in table.footers if footer.partition(" ")[0] in marks)

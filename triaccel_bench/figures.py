@@ -1,0 +1,303 @@
+"""Pictures of run records as PNG and SVG: accuracy, memory, layers, and the tables as charts beside the paper's.
+
+Nothing is told by colour alone, no letter is below 8 pt at a page's width, and what is missing stands in the picture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from triaccel_bench import charts, series, style
+from triaccel_bench.labels import method_label
+from triaccel_bench.paper import BYTES_PER_GB
+from triaccel_bench.records import RunRecord
+from triaccel_bench.results import Results
+from triaccel_bench.series import Curve, Group, LayerMap, Member, Traces
+from triaccel_bench.sheet import Sheet
+from triaccel_bench.tables import table1, table2
+
+NO_SEED = "no finished seed"
+ROW_INCHES = 0.15
+"""A label of 8 pt and the gap to the next one."""
+MOST_ROWS = 44
+"""Labels that a page has room for."""
+
+
+def figures(results: Results) -> dict[str, bytes]:
+    """Every picture that the records allow, by file name.
+
+    Raises:
+        style.NoMatplotlib: the library that draws is not installed.
+    """
+    files: dict[str, bytes] = {}
+    with style.drawing():
+        for stem, figure in _figures(results):
+            files |= style.both_formats(stem, figure)
+    return files
+
+
+def _figures(results: Results) -> Iterator[tuple[str, Any]]:
+    yield from charts.table1_charts(table1(results))
+    yield from charts.table2_charts(table2(results))
+    sheet, traces = Sheet(results, method_label), Traces(results)
+    stem = series.Stems()
+    for group in series.groups(sheet):
+        yield f"accuracy-{group.stem}", _accuracy(group, sheet)
+        yield f"memory-{group.stem}", _memory(group, sheet, traces)
+        for member in group.members:
+            labels = member.cell.dataset, member.cell.model, member.cell.method
+            if series.adapts_precision(member.cell):
+                yield stem("precision", *labels), _precision(member, group, sheet, traces)
+            if series.reads_curvature(member.cell):
+                yield stem("curvature", *labels), _curvature(member, group, sheet, traces)
+
+
+def _accuracy(group: Group, sheet: Sheet) -> Any:
+    figure, (left, right) = style.blank(f"Accuracy over training: {group.title}", 4.0, 1, 2, sharey=True)
+    meter, metered = series.of_one_meter(group.members)
+    unmeasured = "no VRAM reading" if meter == "vram" else "no memory reading"
+    over_time = {one: series.accuracy_over_seconds(one.cell) for one in group.members}
+    over_memory = {one: series.accuracy_over_memory(one.cell) if one in metered else None for one in group.members}
+    _curves(left, over_time, NO_SEED)
+    _curves(right, over_memory, unmeasured if any(over_time.values()) else NO_SEED)
+    left.set_xlabel("Training time since the start (s)")
+    left.set_ylabel("Evaluation accuracy (%)")
+    memory = "peak of live tensors, not VRAM" if meter == "tensors" else "peak VRAM"
+    right.set_xlabel(f"Sum over epochs of time × {memory} (GB·s)")
+    drawn = [one for one in group.members if over_time[one]]
+    _legend(figure, group, {one: f"{one.name} (n = {over_time[one].seeds})" for one in drawn})
+    notes = []
+    if any(over_time[one].seeds > 1 for one in drawn):
+        notes.append("Lines: means over n seeds; bands: lowest to highest seed.")
+    if any(over_time[one].seeds == 1 for one in drawn):
+        notes.append("n = 1: one seed, no range.")
+    lacking = [one.name for one in drawn if not over_memory[one]]
+    if lacking and len(lacking) < len(drawn):
+        notes.append(f"Not over GB·s: {', '.join(lacking)} ({unmeasured}).")
+    fewer = [one.name for one in drawn if over_memory[one] and over_memory[one].seeds < over_time[one].seeds]
+    if fewer:
+        notes.append(f"Over GB·s fewer seeds, for want of memory readings: {', '.join(fewer)}.")
+    style.noted(figure, [" ".join(notes), *_left_out(group.members, sheet)])
+    return figure
+
+
+def _curves(axes: Any, curves: dict[Member, Curve | None], missing: str) -> None:
+    if not any(curves.values()):
+        style.said(axes, missing)
+        return
+    for (_, curve), look in zip(curves.items(), style.looks([one.cell.method for one in curves])):
+        if curve is None:
+            continue
+        axes.plot(curve.x, curve.mean, markevery=max(1, len(curve.x) // 8), **vars(look))
+        if curve.seeds > 1:
+            axes.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.18, linewidth=0)
+    axes.set_xlim(left=0)
+
+
+def _legend(figure: Any, group: Group, labels: dict[Member, str]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], label=style.shortened(labels[one], 80), **vars(look))
+               for one, look in _looks(group).items() if one in labels]  # fmt: skip
+    if handles:
+        longest = max(len(handle.get_label()) for handle in handles)
+        figure.legend(handles=handles, loc="outside upper center", ncols=max(1, min(4, 104 // (longest + 9))))
+
+
+def _looks(group: Group) -> dict[Member, style.Look]:
+    return dict(zip(group.members, style.looks([one.cell.method for one in group.members])))
+
+
+def _left_out(members: Sequence[Member], sheet: Sheet) -> list[str]:
+    notes = [f"Not drawn: {one.name}: {'; '.join(one.cell.excluded)}." for one in members if one.cell.excluded]
+    marks = {one.name.rpartition(" ")[2] for one in members}
+    return [*notes, *(note for note in sheet.variant_notes if note.partition(" ")[0] in marks)]
+
+
+def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
+    title = f"Memory and batch size over training: {group.title}"
+    figure, (top, bottom) = style.blank(title, 5.0, 2, 1, sharex=True, height_ratios=(3, 2))
+    meter, metered = series.of_one_meter(group.members)
+    shown = {one: found for one in group.members if (found := traces.first(one.cell))}
+    courses = {one: series.course(*found) for one, found in shown.items()}
+    looks = _looks(group)
+    readings = [value for one in metered if one in courses for _, value in courses[one].memory]
+    unit, factor = ("MB", 1e6) if readings and max(readings) < 1e7 else ("GB", BYTES_PER_GB)
+    budgets: dict[int, list[str]] = {}
+    for one, line in courses.items():
+        if one in metered and line.memory:
+            x, values = zip(*line.memory)
+            top.plot(x, [value / factor for value in values], markevery=max(1, len(x) // 10), **vars(looks[one]))
+            if line.budget_bytes is not None:
+                budgets.setdefault(line.budget_bytes, []).append(one.name)
+        x, sizes = zip(*line.batch)
+        every = max(1, len(x) // 10)
+        bottom.plot(x, sizes, drawstyle="steps-post", markevery=every, **vars(looks[one]))
+    for budget, names in sorted(budgets.items()):
+        _budget_line(top, budget / factor, f"budget {budget / factor:.3f} {unit} ({', '.join(names)})")
+    if not readings:
+        style.said(top, "no memory reading" if courses else NO_SEED)
+    else:
+        top.margins(y=0.2)
+        if not budgets:
+            top.set_title("no budget", loc="right", fontweight="normal")
+    kind = "Peak of live tensors,\nnot VRAM" if meter == "tensors" else "Peak VRAM"
+    top.set_ylabel(f"{kind} ({unit})")
+    if courses:
+        bottom.set_ylim(bottom=0)
+        bottom.set_xlim(left=0)
+    else:
+        style.said(bottom, NO_SEED)
+    bottom.set_ylabel("Batch size (samples)")
+    bottom.set_xlabel("Epochs trained")
+    _legend(figure, group, {one: f"{one.name} ({_which(one, run)})" for one, (run, _) in shown.items()})
+    untraced = [one.name for one, line in courses.items() if not line.traced]
+    notes = ["One run each; a point is the peak since the one before, at a control step."] if courses else []
+    if untraced:
+        notes.append(f"No trace, so peaks and mean batch sizes of whole epochs: {', '.join(untraced)}.")
+    others = [one.name for one in courses if one not in metered or not courses[one].memory]
+    if others and readings:
+        notes.append(f"Memory not drawn: {', '.join(others)} (no reading of this kind).")
+    style.noted(figure, [" ".join(notes), *_left_out(group.members, sheet)])
+    return figure
+
+
+def _budget_line(axes: Any, value: float, text: str) -> None:
+    axes.axhline(value, color="#444444", linestyle=(0, (1, 1)), linewidth=1.2)
+    axes.annotate(
+        style.shortened(text, 90), (1, value), xycoords=("axes fraction", "data"), xytext=(0, 2),
+        textcoords="offset points", ha="right", va="bottom",
+    )  # fmt: skip
+
+
+def _which(member: Member, run: RunRecord) -> str:
+    count = len(member.cell.summaries)
+    return f"seed {run.seed}, n = 1" if count == 1 else f"seed {run.seed} of n = {count}"
+
+
+def _precision(member: Member, group: Group, sheet: Sheet, traces: Traces) -> Any:
+    from matplotlib.patches import Patch
+
+    title, found = f"Precision by layer: {group.title}, {member.name}", traces.first(member.cell)
+    if found is None or found[1] is None:
+        return _untraced(title, member, sheet, found is None)
+    layers = series.layer_map(*found)
+    parts = {"asked for": layers.requested, "executed": layers.executed}
+    if not layers.substituted:
+        parts = {"asked for and executed": layers.requested}
+    figure, axes = _layer_axes(title, layers, len(parts))
+    for place, (name, grid) in zip(axes, parts.items()):
+        place.set_title(name)
+        for row, dtypes in enumerate(grid):
+            for dtype, spans in _spans(dtypes, layers.edges).items():
+                color, hatch, _ = _TILES[dtype]
+                place.broken_barh(spans, (row - 0.5, 1), facecolor=color, hatch=hatch, edgecolor="#666666", lw=0)
+    present = {dtype for grid in parts.values() for row in grid for dtype in row}
+    handles = [
+        Patch(facecolor=color, hatch=hatch, edgecolor="#666666", label=label)
+        for dtype, (color, hatch, label) in _TILES.items()
+        if dtype in present
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=5)
+    style.noted(figure, [f"One run: {_which(member, found[0])}.", *_left_out((member,), sheet)])
+    return figure
+
+
+_TILES = {
+    "fp16": ("#FFFFFF", "....", "FP16"),
+    "bf16": (style.SKY, "", "BF16"),
+    "fp32": (style.BLUE, "////", "FP32"),
+    series.PROMOTED: (style.BLACK, "", "FP32 for its curvature"),
+    None: ("#BBBBBB", "xxxx", "not recorded"),
+}
+
+
+def _spans(dtypes: tuple[str | None, ...], edges: tuple[float, ...]) -> dict[str | None, list[tuple[float, float]]]:
+    """Start and length of each stretch by dtype; neighbours of one dtype are one."""
+    spans: dict[str | None, list[tuple[float, float]]] = {}
+    begun = 0
+    for column in range(1, len(dtypes) + 1):
+        if column == len(dtypes) or dtypes[column] != dtypes[begun]:
+            spans.setdefault(dtypes[begun], []).append((edges[begun], edges[column] - edges[begun]))
+            begun = column
+    return spans
+
+
+def _layer_axes(title: str, layers: LayerMap, columns: int) -> tuple[Any, list[Any]]:
+    count = len(layers.layers)
+    every = -(-count // MOST_ROWS)
+    height = 1.7 + ROW_INCHES * max(6, min(count, MOST_ROWS))
+    figure, axes = style.blank(title, height, 1, columns, sharey=True, squeeze=False)
+    flat = list(axes.flat)
+    rows = range(0, count, every)
+    for place in flat:
+        place.grid(False)
+        place.set_xlim(layers.edges[0], layers.edges[-1])
+        place.set_xlabel("Epochs trained")
+    flat[0].set_yticks(rows, [style.shortened(layers.layers[row], 28) for row in rows])
+    flat[0].set_ylim(count - 0.5, -0.5)
+    flat[0].set_ylabel("Layer, input first" + (f" (every {every}th named)" if every > 1 else ""))
+    return figure, flat
+
+
+def _curvature(member: Member, group: Group, sheet: Sheet, traces: Traces) -> Any:
+    from matplotlib.colors import LogNorm, Normalize
+
+    title, found = f"Curvature and learning rate by layer: {group.title}, {member.name}", traces.first(member.cell)
+    if found is None or found[1] is None:
+        return _untraced(title, member, sheet, found is None)
+    layers = series.layer_map(*found)
+    figure, (left, right) = _layer_axes(title, layers, 2)
+    positive = [[value if value is not None and value > 0 else None for value in row] for row in layers.lambdas]
+    known = [value for row in positive for value in row if value is not None]
+    low, high = (min(known), max(known)) if known else (1.0, 1.0)
+    wide = 1.0 if low < high else 2.0
+    _mesh(figure, left, layers, positive, LogNorm(low / wide, high * wide), "Largest eigenvalue λ of the layer's block")
+    notes = [f"One run: {_which(member, found[0])}."]
+    if not known:
+        left.text(0.5, 0.5, "no λ was read", transform=left.transAxes, ha="center", backgroundcolor="white")
+    elif any(value is None for row in positive for value in row):
+        notes.append("Hatched: λ not read yet, or not above zero.")
+    rates = [value for row in layers.rates for value in row]
+    margin = 0.0 if min(rates) < max(rates) else 0.05
+    _mesh(
+        figure,
+        right,
+        layers,
+        layers.rates,
+        Normalize(min(rates) - margin, max(rates) + margin),
+        "Rate scale (× the schedule's learning rate)",
+    )
+    if margin:
+        notes.append(f"Every layer's rate scale stayed at {rates[0]:g}.")
+    style.noted(figure, [" ".join(notes), *_left_out((member,), sheet)])
+    return figure
+
+
+def _mesh(figure: Any, axes: Any, layers: LayerMap, grid: Any, scale: Any, label: str) -> None:
+    import numpy
+    from matplotlib.ticker import FuncFormatter
+
+    values = numpy.array([[numpy.nan if value is None else value for value in row] for row in grid], dtype=float)
+    axes.add_patch(_hatched(axes))
+    rows = numpy.arange(len(layers.layers) + 1) - 0.5
+    # As pixels: in thousands of paths an SVG opens slowly.
+    mesh = axes.pcolormesh(layers.edges, rows, values, norm=scale, cmap="cividis", rasterized=True)
+    bar = figure.colorbar(mesh, ax=axes, location="bottom", aspect=30, pad=0.02)
+    bar.set_label(label)
+    bar.ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    bar.ax.xaxis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+
+
+def _hatched(axes: Any) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((0, 0), 1, 1, transform=axes.transAxes, facecolor="white", edgecolor="#999999", hatch="xxxx", lw=0)
+
+
+def _untraced(title: str, member: Member, sheet: Sheet, unfinished: bool) -> Any:
+    figure, axes = style.blank(title, 2.2)
+    style.said(axes, NO_SEED if unfinished else "no trace")
+    style.noted(figure, _left_out((member,), sheet))
+    return figure
