@@ -25,20 +25,23 @@ class Panel:
     spread: str
     printed: str
     decimals: int
+    decimals_printed: int
     factor: float = 1.0
 
 
-_ACCURACY = Panel("Accuracy (%)", "accuracy_percent_mean", "accuracy_percent_std", "paper_accuracy_percent", 2)
+_ACCURACY = Panel("Accuracy (%)", "accuracy_percent_mean", "accuracy_percent_std", "paper_accuracy_percent", 2, 1)
 _TIME = Panel(
-    "Training time (s an epoch)", "train_seconds_per_epoch_mean", "train_seconds_per_epoch_std", "paper_seconds", 2
+    "Training time (s an epoch)", "train_seconds_per_epoch_mean", "train_seconds_per_epoch_std", "paper_seconds", 2, 1
 )
-_VRAM = Panel("Peak VRAM (GB)", "vram_peak_bytes_mean", "vram_peak_bytes_std", "paper_memory_gb", 3, 1 / BYTES_PER_GB)
+_VRAM = Panel(
+    "Peak VRAM (GB)", "vram_peak_bytes_mean", "vram_peak_bytes_std", "paper_memory_gb", 3, 3, 1 / BYTES_PER_GB
+)
 _TENSORS = Panel(
     "Peak of live tensors (GB, not VRAM)", "tensor_peak_bytes_mean", "tensor_peak_bytes_std", "paper_memory_gb", 3,
     1 / BYTES_PER_GB,
 )  # fmt: skip
-_SCORE = Panel("Eff. Score (% / (s × GB))", "score_mean", "score_std", "paper_score", 2)
-_REDUCTION = Panel("VRAM below FP32 (%)", "reduction_percent", "", "paper_reduction_percent", 1)
+_SCORE = Panel("Eff. Score (% / (s × GB))", "score_mean", "score_std", "paper_score", 2, 2)
+_REDUCTION = Panel("VRAM below FP32 (%)", "reduction_percent", "", "paper_reduction_percent", 1, 1)
 
 
 def table1_charts(table: Table) -> Iterator[tuple[str, Any]]:
@@ -70,7 +73,7 @@ def _chart(table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str
     columns = 2 if len(panels) > 1 else 1
     lines = -(-len(panels) // columns)
     height = 1.3 + lines * (0.65 + 0.42 * len(rows))
-    figure, axes = style.blank(f"{table.title}: {', '.join(labels)}", height, lines, columns, squeeze=False)
+    figure, axes = style.blank(height, lines, columns, squeeze=False)
     flat = list(axes.flat)
     for index, (place, panel) in enumerate(zip(flat, panels)):
         _bars(place, panel, rows, named=index % columns == 0)
@@ -83,7 +86,7 @@ def _chart(table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str
         handles.append(Patch(facecolor=PAPER, edgecolor="black", hatch="////", label=label))
     else:
         notes.append("The paper prints no figures for these settings of data set and model.")
-    figure.legend(handles=handles, loc="outside upper center", ncols=2)
+    style.titled(figure, f"{table.title}: {', '.join(labels)}", handles)
     style.noted(figure, notes)
     return figure
 
@@ -105,7 +108,18 @@ def _bars(axes: Any, panel: Panel, rows: list[tuple[str, dict[str, Any]]], named
         text = "n/a" if measured is None else f"{measured:.{panel.decimals}f}{spread}"
         _bar(axes, above, measured, std, text, top, facecolor=MEASURED)
         if printed is not None:
-            _bar(axes, place + BAR / 2, printed, None, f"{printed:g}", top, facecolor=PAPER, hatch="////")
+            _bar(
+                axes,
+                place + BAR / 2,
+                printed,
+                None,
+                f"{printed:.{panel.decimals_printed}f}",
+                top,
+                facecolor=PAPER,
+                hatch="////",
+            )
+        elif paired:
+            axes.text(0.02 * top, place + BAR / 2, "not printed", ha="left", va="center", style="italic")
     negative = any((value or 0.0) < 0 for value, *_ in values)
     axes.set_xlim(-1.45 * top if negative else 0, 1.45 * top)
     axes.axvline(0, color="black", linewidth=0.8)

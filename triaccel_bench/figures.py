@@ -54,7 +54,7 @@ def _figures(results: Results) -> Iterator[tuple[str, Any]]:
 
 
 def _accuracy(group: Group, sheet: Sheet) -> Any:
-    figure, (left, right) = style.blank(f"Accuracy over training: {group.title}", 4.0, 1, 2, sharey=True)
+    figure, (left, right) = style.blank(4.0, 1, 2, sharey=True)
     meter, metered = series.of_one_meter(group.members)
     unmeasured = "no VRAM reading" if meter == "vram" else "no memory reading"
     over_time = {one: series.accuracy_over_seconds(one.cell) for one in group.members}
@@ -63,10 +63,10 @@ def _accuracy(group: Group, sheet: Sheet) -> Any:
     _curves(right, over_memory, unmeasured if any(over_time.values()) else NO_SEED)
     left.set_xlabel("Training time since the start (s)")
     left.set_ylabel("Evaluation accuracy (%)")
-    memory = "peak of live tensors, not VRAM" if meter == "tensors" else "peak VRAM"
-    right.set_xlabel(f"Sum over epochs of time × {memory} (GB·s)")
+    memory = "peak of live tensors\n(GB·s, not VRAM)" if meter == "tensors" else "peak VRAM (GB·s)"
+    right.set_xlabel(f"Sum over epochs of time × {memory}")
     drawn = [one for one in group.members if over_time[one]]
-    _legend(figure, group, {one: f"{one.name} (n = {over_time[one].seeds})" for one in drawn})
+    _legend(figure, "Accuracy over training", group, {one: f"{one.name} (n = {over_time[one].seeds})" for one in drawn})
     notes = []
     if any(over_time[one].seeds > 1 for one in drawn):
         notes.append("Lines: means over n seeds; bands: lowest to highest seed.")
@@ -91,18 +91,18 @@ def _curves(axes: Any, curves: dict[Member, Curve | None], missing: str) -> None
             continue
         axes.plot(curve.x, curve.mean, markevery=max(1, len(curve.x) // 8), **vars(look))
         if curve.seeds > 1:
-            axes.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.18, linewidth=0)
+            axes.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.12, linewidth=0)
+            for edge in (curve.low, curve.high):
+                axes.plot(curve.x, edge, color=look.color, linestyle=look.linestyle, linewidth=0.6)
     axes.set_xlim(left=0)
 
 
-def _legend(figure: Any, group: Group, labels: dict[Member, str]) -> None:
+def _legend(figure: Any, what: str, group: Group, labels: dict[Member, str]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [Line2D([], [], label=style.shortened(labels[one], 80), **vars(look))
-               for one, look in _looks(group).items() if one in labels]  # fmt: skip
-    if handles:
-        longest = max(len(handle.get_label()) for handle in handles)
-        figure.legend(handles=handles, loc="outside upper center", ncols=max(1, min(4, 104 // (longest + 9))))
+    looks = _looks(group)
+    handles = [Line2D([], [], label=style.shortened(label, 80), **vars(looks[one])) for one, label in labels.items()]
+    style.titled(figure, f"{what}: {group.title}", handles)
 
 
 def _looks(group: Group) -> dict[Member, style.Look]:
@@ -116,8 +116,7 @@ def _left_out(members: Sequence[Member], sheet: Sheet) -> list[str]:
 
 
 def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
-    title = f"Memory and batch size over training: {group.title}"
-    figure, (top, bottom) = style.blank(title, 5.0, 2, 1, sharex=True, height_ratios=(3, 2))
+    figure, (top, bottom) = style.blank(5.0, 2, 1, sharex=True, height_ratios=(3, 2))
     meter, metered = series.of_one_meter(group.members)
     shown = {one: found for one in group.members if (found := traces.first(one.cell))}
     courses = {one: series.course(*found) for one, found in shown.items()}
@@ -125,15 +124,15 @@ def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
     readings = [value for one in metered if one in courses for _, value in courses[one].memory]
     unit, factor = ("MB", 1e6) if readings and max(readings) < 1e7 else ("GB", BYTES_PER_GB)
     budgets: dict[int, list[str]] = {}
-    for one, line in courses.items():
+    for number, (one, line) in enumerate(courses.items()):
         if one in metered and line.memory:
-            x, values = zip(*line.memory)
-            top.plot(x, [value / factor for value in values], markevery=max(1, len(x) // 10), **vars(looks[one]))
+            x, values = zip((0.0, line.memory[0][1]), *line.memory)
+            sizes = [value / factor for value in values]
+            top.plot(x, sizes, drawstyle="steps-pre", markevery=_apart(x, number, len(courses)), **vars(looks[one]))
             if line.budget_bytes is not None:
                 budgets.setdefault(line.budget_bytes, []).append(one.name)
         x, sizes = zip(*line.batch)
-        every = max(1, len(x) // 10)
-        bottom.plot(x, sizes, drawstyle="steps-post", markevery=every, **vars(looks[one]))
+        bottom.plot(x, sizes, drawstyle="steps-post", markevery=_apart(x, number, len(courses)), **vars(looks[one]))
     for budget, names in sorted(budgets.items()):
         _budget_line(top, budget / factor, f"budget {budget / factor:.3f} {unit} ({', '.join(names)})")
     if not readings:
@@ -145,13 +144,14 @@ def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
     kind = "Peak of live tensors,\nnot VRAM" if meter == "tensors" else "Peak VRAM"
     top.set_ylabel(f"{kind} ({unit})")
     if courses:
-        bottom.set_ylim(bottom=0)
+        bottom.set_ylim(0, 1.12 * max(size for line in courses.values() for _, size in line.batch))
         bottom.set_xlim(left=0)
     else:
         style.said(bottom, NO_SEED)
     bottom.set_ylabel("Batch size (samples)")
     bottom.set_xlabel("Epochs trained")
-    _legend(figure, group, {one: f"{one.name} ({_which(one, run)})" for one, (run, _) in shown.items()})
+    title = "Memory and batch size over training"
+    _legend(figure, title, group, {one: f"{one.name} ({_which(one, run)})" for one, (run, _) in shown.items()})
     untraced = [one.name for one, line in courses.items() if not line.traced]
     notes = ["One run each; a point is the peak since the one before, at a control step."] if courses else []
     if untraced:
@@ -161,6 +161,12 @@ def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
         notes.append(f"Memory not drawn: {', '.join(others)} (no reading of this kind).")
     style.noted(figure, [" ".join(notes), *_left_out(group.members, sheet)])
     return figure
+
+
+def _apart(points: Sequence[float], number: int, count: int) -> tuple[int, int]:
+    """Markers of each line at other points, since methods of one batch size lie upon one another."""
+    every = max(1, len(points) // 6)
+    return number * every // count, every
 
 
 def _budget_line(axes: Any, value: float, text: str) -> None:
@@ -177,6 +183,7 @@ def _which(member: Member, run: RunRecord) -> str:
 
 
 def _precision(member: Member, group: Group, sheet: Sheet, traces: Traces) -> Any:
+    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     title, found = f"Precision by layer: {group.title}, {member.name}", traces.first(member.cell)
@@ -186,49 +193,57 @@ def _precision(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
     parts = {"asked for": layers.requested, "executed": layers.executed}
     if not layers.substituted:
         parts = {"asked for and executed": layers.requested}
-    figure, axes = _layer_axes(title, layers, len(parts))
+    figure, axes = _layer_axes(layers, len(parts))
     for place, (name, grid) in zip(axes, parts.items()):
         place.set_title(name)
-        for row, dtypes in enumerate(grid):
+        for row, (dtypes, promoted) in enumerate(zip(grid, layers.promoted)):
             for dtype, spans in _spans(dtypes, layers.edges).items():
-                color, hatch, _ = _TILES[dtype]
-                place.broken_barh(spans, (row - 0.5, 1), facecolor=color, hatch=hatch, edgecolor="#666666", lw=0)
+                place.broken_barh(spans, (row - 0.5, 1), lw=0, **_TILES[dtype])
+            if spans := _spans(promoted, layers.edges).get(True):
+                place.broken_barh(spans, (row - 0.12, 0.24), facecolor="white", edgecolor="black", lw=0.6)
     present = {dtype for grid in parts.values() for row in grid for dtype in row}
-    handles = [
-        Patch(facecolor=color, hatch=hatch, edgecolor="#666666", label=label)
-        for dtype, (color, hatch, label) in _TILES.items()
-        if dtype in present
-    ]
-    figure.legend(handles=handles, loc="outside upper center", ncols=5)
+    handles = [Patch(label=_dtype_label(dtype), lw=0.6, **look) for dtype, look in _TILES.items() if dtype in present]
+    if any(map(any, layers.promoted)):
+        handles.append(Line2D([], [], color="white", lw=3, label="raised for its curvature", path_effects=_outline()))
+    style.titled(figure, title, handles)
     style.noted(figure, [f"One run: {_which(member, found[0])}.", *_left_out((member,), sheet)])
     return figure
 
 
 _TILES = {
-    "fp16": ("#FFFFFF", "....", "FP16"),
-    "bf16": (style.SKY, "", "BF16"),
-    "fp32": (style.BLUE, "////", "FP32"),
-    series.PROMOTED: (style.BLACK, "", "FP32 for its curvature"),
-    None: ("#BBBBBB", "xxxx", "not recorded"),
+    "fp16": {"facecolor": "#FFFFFF", "hatch": "....", "edgecolor": "#666666"},
+    "bf16": {"facecolor": style.SKY, "hatch": "", "edgecolor": "#666666"},
+    "fp32": {"facecolor": style.BLUE, "hatch": "////", "edgecolor": "#CCE4F2"},
+    None: {"facecolor": "#BBBBBB", "hatch": "xxxx", "edgecolor": "#666666"},
 }
 
 
-def _spans(dtypes: tuple[str | None, ...], edges: tuple[float, ...]) -> dict[str | None, list[tuple[float, float]]]:
-    """Start and length of each stretch by dtype; neighbours of one dtype are one."""
-    spans: dict[str | None, list[tuple[float, float]]] = {}
+def _dtype_label(dtype: str | None) -> str:
+    return "not recorded" if dtype is None else dtype.upper()
+
+
+def _outline() -> list[Any]:
+    from matplotlib.patheffects import Normal, Stroke
+
+    return [Stroke(linewidth=4.4, foreground="black"), Normal()]
+
+
+def _spans(values: Sequence[Any], edges: Sequence[float]) -> dict[Any, list[tuple[float, float]]]:
+    """Start and length of each stretch by value; neighbours of one value are one."""
+    spans: dict[Any, list[tuple[float, float]]] = {}
     begun = 0
-    for column in range(1, len(dtypes) + 1):
-        if column == len(dtypes) or dtypes[column] != dtypes[begun]:
-            spans.setdefault(dtypes[begun], []).append((edges[begun], edges[column] - edges[begun]))
+    for column in range(1, len(values) + 1):
+        if column == len(values) or values[column] != values[begun]:
+            spans.setdefault(values[begun], []).append((edges[begun], edges[column] - edges[begun]))
             begun = column
     return spans
 
 
-def _layer_axes(title: str, layers: LayerMap, columns: int) -> tuple[Any, list[Any]]:
+def _layer_axes(layers: LayerMap, columns: int) -> tuple[Any, list[Any]]:
     count = len(layers.layers)
     every = -(-count // MOST_ROWS)
     height = 1.7 + ROW_INCHES * max(6, min(count, MOST_ROWS))
-    figure, axes = style.blank(title, height, 1, columns, sharey=True, squeeze=False)
+    figure, axes = style.blank(height, 1, columns, sharey=True, squeeze=False)
     flat = list(axes.flat)
     rows = range(0, count, every)
     for place in flat:
@@ -237,7 +252,7 @@ def _layer_axes(title: str, layers: LayerMap, columns: int) -> tuple[Any, list[A
         place.set_xlabel("Epochs trained")
     flat[0].set_yticks(rows, [style.shortened(layers.layers[row], 28) for row in rows])
     flat[0].set_ylim(count - 0.5, -0.5)
-    flat[0].set_ylabel("Layer, input first" + (f" (every {every}th named)" if every > 1 else ""))
+    flat[0].set_ylabel("Layer, input first" + (f" (one in {every} named)" if every > 1 else ""))
     return figure, flat
 
 
@@ -248,12 +263,13 @@ def _curvature(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
     if found is None or found[1] is None:
         return _untraced(title, member, sheet, found is None)
     layers = series.layer_map(*found)
-    figure, (left, right) = _layer_axes(title, layers, 2)
+    figure, (left, right) = _layer_axes(layers, 2)
     positive = [[value if value is not None and value > 0 else None for value in row] for row in layers.lambdas]
     known = [value for row in positive for value in row if value is not None]
     low, high = (min(known), max(known)) if known else (1.0, 1.0)
     wide = 1.0 if low < high else 2.0
     _mesh(figure, left, layers, positive, LogNorm(low / wide, high * wide), "Largest eigenvalue λ of the layer's block")
+    style.titled(figure, title)
     notes = [f"One run: {_which(member, found[0])}."]
     if not known:
         left.text(0.5, 0.5, "no λ was read", transform=left.transAxes, ha="center", backgroundcolor="white")
@@ -297,7 +313,8 @@ def _hatched(axes: Any) -> Any:
 
 
 def _untraced(title: str, member: Member, sheet: Sheet, unfinished: bool) -> Any:
-    figure, axes = style.blank(title, 2.2)
+    figure, axes = style.blank(2.2)
+    style.titled(figure, title)
     style.said(axes, NO_SEED if unfinished else "no trace")
     style.noted(figure, _left_out((member,), sheet))
     return figure

@@ -20,9 +20,6 @@ from triaccel_bench.results import Results
 from triaccel_bench.sheet import Sheet
 from triaccel_bench.stats import why_excluded
 
-PROMOTED = "promoted"
-"""In the place of a dtype: FP32 because of the layer's curvature."""
-
 
 @dataclass(frozen=True, eq=False)
 class Member:
@@ -207,8 +204,10 @@ class LayerMap:
     edges: tuple[float, ...]
     """Epochs trained, from the start to the end."""
     requested: tuple[tuple[str | None, ...], ...]
-    """A dtype, or ``PROMOTED``; None: not recorded."""
+    """None: not recorded."""
     executed: tuple[tuple[str | None, ...], ...]
+    promoted: tuple[tuple[bool, ...], ...]
+    """Whether its curvature raised what the layer asks for."""
     rates: tuple[tuple[float, ...], ...]
     lambdas: tuple[tuple[float | None, ...], ...]
     """Largest eigenvalues as the decision saw them; None: not read yet, or not finite."""
@@ -216,22 +215,17 @@ class LayerMap:
     @property
     def substituted(self) -> bool:
         """Whether some layer ran in another dtype than was asked for."""
-        asked = [[_plain(dtype) for dtype in row] for row in self.requested]
-        pairs = ((a, e) for asks, runs in zip(asked, self.executed) for a, e in zip(asks, runs))
+        pairs = ((a, e) for asks, runs in zip(self.requested, self.executed) for a, e in zip(asks, runs))
         return any(asked != ran for asked, ran in pairs if None not in (asked, ran))
-
-
-def _plain(dtype: str | None) -> str | None:
-    return "fp32" if dtype == PROMOTED else dtype
 
 
 def layer_map(run: RunRecord, trace: Trace) -> LayerMap:
     at, count = epochs_trained(run), len(trace.layers)
-    columns = [(0.0, *_at_the_start(run, trace), (1.0,) * count, (None,) * count)]
+    columns = [(0.0, *_at_the_start(run, trace), (False,) * count, (1.0,) * count, (None,) * count)]
     for seen in trace.decisions:
-        asked = tuple(PROMOTED if up else dtype for dtype, up in zip(seen.requested, seen.promoted))
         lambdas = tuple(map(_finite, seen.lambda_max)) if seen.lambda_max is not None else (None,) * count
-        columns.append((at(_after(seen)), asked, tuple(seen.executed), tuple(seen.rate_scale), lambdas))
+        plan = tuple(seen.requested), tuple(seen.executed), tuple(seen.promoted)
+        columns.append((at(_after(seen)), *plan, tuple(seen.rate_scale), lambdas))
     # What came into force at the very end was trained with by nobody.
     end = float(len(run.epochs))
     columns = [column for column in columns if column[0] < end]

@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from triaccel_bench.labels import METHODS
-
 WIDTH = 6.9
 """Inches of a page's two columns. Fonts below are in points at this size."""
 NOTE_COLUMNS = 112
@@ -70,30 +68,33 @@ class Look:
     marker: str
 
 
-_LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")
-_COLORS = {
-    "fp32": BLACK, "tf32": ORANGE, "amp": SKY, "triaccel": VERMILLION, "triaccel_batch": GREEN,
-    "triaccel_precision": PURPLE, "triaccel_curvature": BLUE, "triaccel_plus": BLUE,
-}  # fmt: skip
+_LONG, _DOTS, _DASH_DOTS = (0, (8, 2)), (0, (1, 1.2)), (0, (5, 1, 1, 1, 1, 1))
+_LOOKS = {
+    "fp32": Look(BLACK, "-", "o"),
+    "tf32": Look(ORANGE, "--", "s"),
+    "amp": Look(SKY, "-.", "^"),
+    "triaccel": Look(VERMILLION, _LONG, "D"),
+    "triaccel_batch": Look(GREEN, _DOTS, "v"),
+    "triaccel_precision": Look(PURPLE, _DASH_DOTS, "P"),
+    "triaccel_curvature": Look(BLUE, "--", "X"),
+}
+_LINES = ("-", "--", "-.", _DOTS, _LONG, _DASH_DOTS)
+_MARKERS = ("*", "<", ">", "p", "h", "d", "8")
+_COLORS = (BLUE, VERMILLION, GREEN, PURPLE, BLACK)
+_OTHERS = [Look(_COLORS[n % 5], _LINES[n % 6], _MARKERS[n % 7]) for n in range(5 * 6 * 7)]
 
 
 def looks(methods: Sequence[str]) -> list[Look]:
-    """One for each line of a picture; a method looks alike in every picture but for a second line of it."""
-    taken: list[Look] = []
+    """One for each line of a picture. The first line of a method looks alike in every picture."""
+    others, taken = iter(_OTHERS), set()
+    chosen = []
     for method in methods:
-        place = list(METHODS).index(method) if method in METHODS else len(METHODS)
-        color = _COLORS.get(method, (GREEN, PURPLE, BLUE, ORANGE)[place % 4])
-        look = Look(color, _LINES[place % len(_LINES)], _MARKERS[place % len(_MARKERS)])
-        step = place
-        while any((look.linestyle, look.marker) == (other.linestyle, other.marker) for other in taken):
-            step += 1
-            # The two numbers have different periods, so that every pair comes up.
-            look = Look(color, _LINES[step % len(_LINES)], _MARKERS[(step + step // 30) % len(_MARKERS)])
-            if step > place + 60:
-                break
-        taken.append(look)
-    return taken
+        look = _LOOKS.get(method)
+        if look is None or method in taken:
+            look = next(others, _OTHERS[-1])
+        taken.add(method)
+        chosen.append(look)
+    return chosen
 
 
 @contextmanager
@@ -117,13 +118,26 @@ def drawing() -> Iterator[None]:
         yield
 
 
-def blank(title: str, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
+def blank(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Any, Any]:
     """A figure of the page's width with its axes, outside of pyplot and its global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    figure.suptitle(shortened(title, 90))
     return figure, figure.subplots(rows, columns, **options)
+
+
+def titled(figure: Any, title: str, handles: Sequence[Any] = ()) -> None:
+    """The title, and beneath it what is what."""
+    title = shortened(title, 90)
+    if not handles:
+        figure.suptitle(title)
+        return
+    longest = max(len(handle.get_label()) for handle in handles)
+    # As the legend's own title: another one would lie upon it.
+    figure.legend(
+        handles=handles, title=title, title_fontsize=10, loc="outside upper center",
+        ncols=max(1, min(4, len(handles), 104 // (longest + 9))),
+    )  # fmt: skip
 
 
 def noted(figure: Any, notes: Sequence[str]) -> None:
