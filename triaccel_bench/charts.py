@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -33,46 +34,48 @@ _ACCURACY = Panel("Accuracy (%)", "accuracy_percent_mean", "accuracy_percent_std
 _TIME = Panel(
     "Training time (s an epoch)", "train_seconds_per_epoch_mean", "train_seconds_per_epoch_std", "paper_seconds", 2, 1
 )
-_VRAM = Panel(
-    "Peak VRAM (GB)", "vram_peak_bytes_mean", "vram_peak_bytes_std", "paper_memory_gb", 3, 3, 1 / BYTES_PER_GB
-)
+_GB = {"printed": "paper_memory_gb", "decimals": 3, "factor": 1 / BYTES_PER_GB}
+_VRAM1 = Panel("Peak VRAM (GB)", "vram_peak_bytes_mean", "vram_peak_bytes_std", **_GB, decimals_printed=2)
+_VRAM2 = Panel("Peak VRAM (GB)", "vram_peak_bytes_mean", "vram_peak_bytes_std", **_GB, decimals_printed=3)
 _TENSORS = Panel(
-    "Peak of live tensors (GB, not VRAM)", "tensor_peak_bytes_mean", "tensor_peak_bytes_std", "paper_memory_gb", 3,
-    1 / BYTES_PER_GB,
-)  # fmt: skip
+    "Peak of live tensors (GB, not VRAM)", "tensor_peak_bytes_mean", "tensor_peak_bytes_std", **_GB, decimals_printed=2
+)
 _SCORE = Panel("Eff. Score (% / (s × GB))", "score_mean", "score_std", "paper_score", 2, 2)
-_REDUCTION = Panel("VRAM below FP32 (%)", "reduction_percent", "", "paper_reduction_percent", 1, 1)
+_REDUCTION = Panel("Memory below FP32's (%)", "reduction_percent", "", "paper_reduction_percent", 1, 1)
 
 
 def table1_charts(table: Table) -> Iterator[tuple[str, Any]]:
     """File stem and figure, one for each data set and model."""
-    return _charts("table1", table, lambda memory: (_ACCURACY, _TIME, memory, _SCORE))
+    return _charts("table1", table, (_ACCURACY, _TIME, _VRAM1, _SCORE), (_ACCURACY, _TIME, _TENSORS))
 
 
 def table2_charts(table: Table) -> Iterator[tuple[str, Any]]:
-    return _charts("table2", table, lambda memory: (memory, _REDUCTION))
+    return _charts("table2", table, (_VRAM2, _REDUCTION), (_TENSORS, _REDUCTION))
 
 
-def _charts(name: str, table: Table, panels: Any) -> Iterator[tuple[str, Any]]:
+def _charts(
+    name: str, table: Table, of_vram: tuple[Panel, ...], of_tensors: tuple[Panel, ...]
+) -> Iterator[tuple[str, Any]]:
     groups: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
     for row, data in zip(table.rows, table.frame.to_dict("records")):
         groups.setdefault(row[: LABELS - 1], []).append((row[LABELS - 1], data))
     stem = Stems()
     for labels, rows in groups.items():
-        memory = _VRAM if any(data["vram_peak_bytes_mean"] is not None for _, data in rows) else _TENSORS
-        chosen = panels(memory)
-        if memory is _TENSORS:
-            chosen = tuple(panel for panel in chosen if panel is not _SCORE)
-        first = rows[0][1]
-        yield stem(name, first["dataset"], first["model"]), _chart(table, labels, rows, chosen)
+        metered = any(data["tensor_peak_bytes_mean"] is not None for _, data in rows)
+        vram = any(data["vram_peak_bytes_mean"] is not None for _, data in rows)
+        panels = of_tensors if metered and not vram else of_vram
+        yield stem(name, rows[0][1]["dataset"], rows[0][1]["model"]), _chart(table, labels, rows, panels)
 
 
-def _chart(table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]], panels: tuple) -> Any:
+def _chart(
+    table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]], panels: tuple[Panel, ...]
+) -> Any:
     from matplotlib.patches import Patch
 
-    columns = 2 if len(panels) > 1 else 1
+    columns = 2
     lines = -(-len(panels) // columns)
-    height = 1.3 + lines * (0.65 + 0.42 * len(rows))
+    # A row is three lines of 8 pt; a page is 9.5 inches high.
+    height = 1.4 + lines * (0.65 + 0.44 * len(rows))
     figure, axes = style.blank(height, lines, columns, squeeze=False)
     flat = list(axes.flat)
     for index, (place, panel) in enumerate(zip(flat, panels)):
@@ -80,7 +83,7 @@ def _chart(table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str
     for place in flat[len(panels) :]:
         place.set_axis_off()
     handles = [Patch(facecolor=MEASURED, edgecolor="black", label="measured (whisker: ± 1 std over n seeds)")]
-    notes = [*_notes(table, rows)]
+    notes = [*_notes(table, labels, rows)]
     if any(data[panel.printed] is not None for _, data in rows for panel in panels):
         label = f"the paper's ({' and '.join(CARDS)}, {DEVICE_GB} GB)"
         handles.append(Patch(facecolor=PAPER, edgecolor="black", hatch="////", label=label))
@@ -105,7 +108,8 @@ def _bars(axes: Any, panel: Panel, rows: list[tuple[str, dict[str, Any]]], named
     for place, (measured, std, printed) in enumerate(values):
         above = place - (BAR / 2 if paired else 0)
         spread = "" if std is None else f" ± {std:.{panel.decimals}f}"
-        text = "n/a" if measured is None else f"{measured:.{panel.decimals}f}{spread}"
+        missing = "baseline" if panel is _REDUCTION and rows[place][1]["method"] == "fp32" else "n/a"
+        text = missing if measured is None else f"{measured:.{panel.decimals}f}{spread}"
         _bar(axes, above, measured, std, text, top, facecolor=MEASURED)
         if printed is not None:
             _bar(
@@ -118,7 +122,7 @@ def _bars(axes: Any, panel: Panel, rows: list[tuple[str, dict[str, Any]]], named
                 facecolor=PAPER,
                 hatch="////",
             )
-        elif paired:
+        elif paired and missing != "baseline":
             axes.text(0.02 * top, place + BAR / 2, "not printed", ha="left", va="center", style="italic")
     negative = any((value or 0.0) < 0 for value, *_ in values)
     axes.set_xlim(-1.45 * top if negative else 0, 1.45 * top)
@@ -140,14 +144,18 @@ def _bar(axes: Any, y: float, value: float | None, std: float | None, text: str,
 
 
 def _row_label(label: str, data: dict[str, Any]) -> str:
-    return f"{style.shortened(label, 34)}\nn = {data['n']}"
+    lines = textwrap.wrap(label, 28, max_lines=2, placeholder=" …", break_on_hyphens=False)
+    return "\n".join([*lines, f"n = {data['n']}"])
 
 
-def _notes(table: Table, rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
+def _notes(table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:
     devices = sorted({str(data["device_name"]) for _, data in rows if data["device_name"]})
-    yield f"Measured on {', '.join(devices) or 'an unknown device'}."
+    one_seed = " n = 1: one seed, no spread." if any(data["n"] == 1 for _, data in rows) else ""
+    yield f"Measured on {', '.join(devices) or 'an unknown device'}.{one_seed}"
     yield from (f"{label}: not in the mean: {data['excluded']}." for label, data in rows if data["excluded"])
-    if any(data["n"] == 1 for _, data in rows):
-        yield "n = 1: one seed, no spread."
-    marks = {label[label.rindex("[") :] for label, _ in rows if label.endswith("]") and "[" in label}
-    yield from (footer for footer in table.footers if footer.partition(" ")[0] in marks)
+    names = {name for label, _ in rows for name in (label, " / ".join([*labels, label]))}
+    marks = {mark for label, _ in rows if (mark := label.rpartition(" ")[2]).startswith("[")}
+    for footer in table.footers:
+        whose, without, _ = footer.partition(": no reduction")
+        if footer.partition(" ")[0] in marks or (without and whose in names):
+            yield footer

@@ -115,8 +115,11 @@ def _left_out(members: Sequence[Member], sheet: Sheet) -> list[str]:
     return [*notes, *(note for note in sheet.variant_notes if note.partition(" ")[0] in marks)]
 
 
+_BUDGET = {"color": style.BLACK, "linestyle": (0, (1, 1)), "linewidth": 1.0}
+
+
 def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
-    figure, (top, bottom) = style.blank(5.0, 2, 1, sharex=True, height_ratios=(3, 2))
+    figure, (top, bottom) = style.blank(4.6 + 0.1 * len(group.members), 2, 1, sharex=True, height_ratios=(3, 2))
     meter, metered = series.of_one_meter(group.members)
     shown = {one: found for one in group.members if (found := traces.first(one.cell))}
     courses = {one: series.course(*found) for one, found in shown.items()}
@@ -133,14 +136,12 @@ def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
                 budgets.setdefault(line.budget_bytes, []).append(one.name)
         x, sizes = zip(*line.batch)
         bottom.plot(x, sizes, drawstyle="steps-post", markevery=_apart(x, number, len(courses)), **vars(looks[one]))
-    for budget, names in sorted(budgets.items()):
-        _budget_line(top, budget / factor, f"budget {budget / factor:.3f} {unit} ({', '.join(names)})")
+    for budget in budgets:
+        top.axhline(budget / factor, **_BUDGET)
     if not readings:
         style.said(top, "no memory reading" if courses else NO_SEED)
     else:
         top.margins(y=0.2)
-        if not budgets:
-            top.set_title("no budget", loc="right", fontweight="normal")
     kind = "Peak of live tensors,\nnot VRAM" if meter == "tensors" else "Peak VRAM"
     top.set_ylabel(f"{kind} ({unit})")
     if courses:
@@ -153,7 +154,10 @@ def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
     title = "Memory and batch size over training"
     _legend(figure, title, group, {one: f"{one.name} ({_which(one, run)})" for one, (run, _) in shown.items()})
     untraced = [one.name for one, line in courses.items() if not line.traced]
-    notes = ["One run each; a point is the peak since the one before, at a control step."] if courses else []
+    notes = ["One run each; a level is the peak between two control steps."] if courses else []
+    told = [f"{budget / factor:.4g} {unit} ({', '.join(names)})" for budget, names in sorted(budgets.items())]
+    if readings:
+        notes.append(f"Thin dotted lines: budgets, {'; '.join(told)}." if told else "No budget.")
     if untraced:
         notes.append(f"No trace, so peaks and mean batch sizes of whole epochs: {', '.join(untraced)}.")
     others = [one.name for one in courses if one not in metered or not courses[one].memory]
@@ -167,14 +171,6 @@ def _apart(points: Sequence[float], number: int, count: int) -> tuple[int, int]:
     """Markers of each line at other points, since methods of one batch size lie upon one another."""
     every = max(1, len(points) // 6)
     return number * every // count, every
-
-
-def _budget_line(axes: Any, value: float, text: str) -> None:
-    axes.axhline(value, color="#444444", linestyle=(0, (1, 1)), linewidth=1.2)
-    axes.annotate(
-        style.shortened(text, 90), (1, value), xycoords=("axes fraction", "data"), xytext=(0, 2),
-        textcoords="offset points", ha="right", va="bottom",
-    )  # fmt: skip
 
 
 def _which(member: Member, run: RunRecord) -> str:
@@ -204,7 +200,7 @@ def _precision(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
     present = {dtype for grid in parts.values() for row in grid for dtype in row}
     handles = [Patch(label=_dtype_label(dtype), lw=0.6, **look) for dtype, look in _TILES.items() if dtype in present]
     if any(map(any, layers.promoted)):
-        handles.append(Line2D([], [], color="white", lw=3, label="raised for its curvature", path_effects=_outline()))
+        handles.append(Line2D([], [], color="white", lw=3, label="promoted for its curvature", path_effects=_outline()))
     style.titled(figure, title, handles)
     style.noted(figure, [f"One run: {_which(member, found[0])}.", *_left_out((member,), sheet)])
     return figure

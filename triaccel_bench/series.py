@@ -247,7 +247,8 @@ def _finite(value: float | None) -> float | None:
 
 def adapts_precision(cell: Cell) -> bool:
     method = cell.settings["method"]
-    return method["precision"]["adaptive"] or method["curvature"]["promotion"]
+    # FP32 layers have no wider dtype to be promoted to.
+    return method["precision"]["adaptive"] or (method["curvature"]["promotion"] and method["dtype"] != "fp32")
 
 
 def reads_curvature(cell: Cell) -> bool:

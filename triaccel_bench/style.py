@@ -17,6 +17,8 @@ WIDTH = 6.9
 """Inches of a page's two columns. Fonts below are in points at this size."""
 NOTE_COLUMNS = 112
 """Letters of a note in one line of that width."""
+LEGEND_COLUMNS = 113
+"""Letters of a legend's line, of which a sign takes nine."""
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
@@ -132,12 +134,10 @@ def titled(figure: Any, title: str, handles: Sequence[Any] = ()) -> None:
     if not handles:
         figure.suptitle(title)
         return
-    longest = max(len(handle.get_label()) for handle in handles)
+    widths = [len(handle.get_label()) + 9 for handle in handles]
+    columns = len(handles) if sum(widths) <= LEGEND_COLUMNS else max(1, min(4, LEGEND_COLUMNS // max(widths)))
     # As the legend's own title: another one would lie upon it.
-    figure.legend(
-        handles=handles, title=title, title_fontsize=10, loc="outside upper center",
-        ncols=max(1, min(4, len(handles), 104 // (longest + 9))),
-    )  # fmt: skip
+    figure.legend(handles=handles, title=title, title_fontsize=10, loc="outside upper center", ncols=columns)
 
 
 def noted(figure: Any, notes: Sequence[str]) -> None:

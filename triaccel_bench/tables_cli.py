@@ -1,4 +1,4 @@
-"""``triaccel-tables``: Tables 1 and 2 from run records, how methods differ in them, audits, and packs of records.
+"""``triaccel-tables``: Tables 1 and 2 from run records, how methods differ in them, audits, pictures, packs of records.
 
 Imports no torch.
 """
@@ -17,11 +17,13 @@ from triaccel_bench import replay
 from triaccel_bench.audit import IMPOSSIBLE, audit_table, check_records, records_table
 from triaccel_bench.boxes import boxes_table
 from triaccel_bench.differences import MARGIN, differences
+from triaccel_bench.figures import figures
 from triaccel_bench.layout import Table, to_csv, to_latex, to_markdown
 from triaccel_bench.records import write_together
 from triaccel_bench.reference import NoPack, pack
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.stats import why_excluded
+from triaccel_bench.style import NoMatplotlib
 from triaccel_bench.tables import table1, table2
 from triaccel_bench.terminal import render_terminal, silence_output
 
@@ -31,16 +33,17 @@ DONE, NOTHING_USABLE, REFUSED = 0, 1, 2
 RECORD_IMPOSSIBLE = 1
 
 _RUNS = [Path("results/runs")]
+_TABLES, _FIGURES = Path("results/tables"), Path("results/figures")
 
 _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write the tables or the audit, or replay decisions (exit codes: ``replay.report``).
+    """Print and write the tables or the audit, draw pictures, or replay decisions (exit codes: ``replay.report``).
 
     0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
     records but none is of a finished run, one lies below a lower bound, or a pack was made without
-    some of them; 2: no records, nowhere to write, or a bad command line. What the audit finds of the
+    some of them; 2: no records, nowhere to write, no matplotlib, or a bad command line. What the audit finds of the
     paper is a result, and 0.
     A reader that closes the pipe early has seen enough: that is no fault.
     """
@@ -90,7 +93,9 @@ def _run(options: argparse.Namespace) -> int:
     results = read_results(options.results)
     if not results.runs:
         return _say_what_lacks(results, options.results)
-    return _write_tables(results, options.out, options.margin)
+    if options.command == "figures":
+        return _write_figures(results, options.out or _FIGURES)
+    return _write_tables(results, options.out or _TABLES, options.margin)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -98,7 +103,7 @@ def _audit(options: argparse.Namespace) -> int:
     named = options.results is not _RUNS
     results = read_results(options.results) if named or _RUNS[0].is_dir() else Results(())
     tables = {"audit": audit_table()} | ({"audit_records": records_table(results)} if results.runs else {})
-    if not _show(tables, options.out):
+    if not _show(tables, options.out or _TABLES):
         return REFUSED
     if not results.runs:
         return _say_what_lacks(results, options.results) if named or results.problems else DONE
@@ -110,6 +115,29 @@ def _audit(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     return RECORD_IMPOSSIBLE if impossible else DONE
+
+
+def _write_figures(results: Results, out: Path) -> int:
+    try:
+        files = {out / name: content for name, content in figures(results).items()}
+        out.mkdir(parents=True, exist_ok=True)
+        write_together(files)
+    except NoMatplotlib as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
+        return REFUSED
+    print(*(f"Not used: {problem}" for problem in results.problems), sep="\n", end="\n" * bool(results.problems))
+    print(f"Written: {', '.join(map(str, files))}")
+    return _code_of(results, "pictures")
+
+
+def _code_of(results: Results, what: str) -> int:
+    if any(why_excluded(run) is None for run in results.runs):
+        return DONE
+    print(f"No finished run among the records: the {what} hold no figures.", file=sys.stderr)
+    return NOTHING_USABLE
 
 
 def _say_what_lacks(results: Results, folders: list[Path]) -> int:
@@ -171,10 +199,7 @@ def _write_tables(results: Results, out: Path, margin: float = MARGIN) -> int:
     tables = {"table1": table1(results), "table2": table2(results), "differences": differences(results, margin)}
     if not _show(tables, out):
         return REFUSED
-    if any(why_excluded(run) is None for run in results.runs):
-        return DONE
-    print("No finished run among the records: the tables hold no figures.", file=sys.stderr)
-    return NOTHING_USABLE
+    return _code_of(results, "tables")
 
 
 def _show(tables: dict[str, Table], out: Path) -> bool:
@@ -214,9 +239,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("tables", "audit", "replay", "pack", "boxes"),
+        choices=("tables", "figures", "audit", "replay", "pack", "boxes"),
         default="tables",
-        help="tables (the default); audit: the paper's numbers recomputed from one another, and its figures and the "
+        help="tables (the default); figures: pictures of the records and their traces; audit: the paper's numbers recomputed from one another, and its figures and the "
         "records' beside lower bounds; replay: every decision of runs derived again from what it saw; pack: this box's "
         "records, checked, into results/reference/<box>; boxes: what was measured on which device there",
     )
@@ -233,8 +258,8 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="DIR",
-        default=Path("results/tables"),
-        help="where tables and audit are written as .md, .csv and .tex (default: results/tables)",
+        help="where tables and audit are written as .md, .csv and .tex (default: results/tables), or figures as .png "
+        "and .svg (default: results/figures)",
     )
     parser.add_argument(
         "--margin",
