@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,8 @@ from triaccel_bench.tables import LABELS
 
 MEASURED, PAPER = style.BLUE, style.ORANGE
 BAR = 0.38
+ROW_LABEL = 1.7
+"""Inches of a row's name, which takes two lines at most."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ def _chart(
     else:
         notes.append("The paper prints no figures for these settings of data set and model.")
     style.titled(figure, f"{table.title}: {', '.join(labels)}", handles)
+    if _ACCURACY in panels and _SCORE not in panels:
+        notes.append("No scores: they need VRAM.")
     style.noted(figure, notes)
     return figure
 
@@ -144,8 +147,12 @@ def _bar(axes: Any, y: float, value: float | None, std: float | None, text: str,
 
 
 def _row_label(label: str, data: dict[str, Any]) -> str:
-    lines = textwrap.wrap(label, 28, max_lines=2, placeholder=" …", break_on_hyphens=False)
-    return "\n".join([*lines, f"n = {data['n']}"])
+    lines = style.wrapped(label, ROW_LABEL)
+    if len(lines) > 2:
+        lines = [lines[0], style.shortened(f"{lines[1]}…", ROW_LABEL)]
+    # Table 2 is not of training's length.
+    epochs = f", {data['epochs']} epochs" if "epochs" in data else ""
+    return "\n".join([*lines, f"n = {data['n']}{epochs}"])
 
 
 def _notes(table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]]) -> Iterator[str]:

@@ -22,6 +22,8 @@ ROW_INCHES = 0.15
 """A label of 8 pt and the gap to the next one."""
 MOST_ROWS = 44
 """Labels that a page has room for."""
+LAYER_LABEL = 1.7
+"""Inches of a layer's name."""
 
 
 def figures(results: Results) -> dict[str, bytes]:
@@ -32,12 +34,13 @@ def figures(results: Results) -> dict[str, bytes]:
     """
     files: dict[str, bytes] = {}
     with style.drawing():
-        for stem, figure in _figures(results):
+        for stem, figure in drawn(results):
             files |= style.both_formats(stem, figure)
     return files
 
 
-def _figures(results: Results) -> Iterator[tuple[str, Any]]:
+def drawn(results: Results) -> Iterator[tuple[str, Any]]:
+    """Stem of a file name and matplotlib figure, one by one; only within ``style.drawing``."""
     yield from charts.table1_charts(table1(results))
     yield from charts.table2_charts(table2(results))
     sheet, traces = Sheet(results, method_label), Traces(results)
@@ -65,17 +68,19 @@ def _accuracy(group: Group, sheet: Sheet) -> Any:
     left.set_ylabel("Evaluation accuracy (%)")
     memory = "peak of live tensors\n(GB·s, not VRAM)" if meter == "tensors" else "peak VRAM (GB·s)"
     right.set_xlabel(f"Sum over epochs of time × {memory}")
-    drawn = [one for one in group.members if over_time[one]]
-    _legend(figure, "Accuracy over training", group, {one: f"{one.name} (n = {over_time[one].seeds})" for one in drawn})
+    known = [one for one in group.members if over_time[one]]
+    _legend(figure, "Accuracy over training", group, {one: f"{one.name} (n = {over_time[one].seeds})" for one in known})
     notes = []
-    if any(over_time[one].seeds > 1 for one in drawn):
+    if any(over_time[one].seeds > 1 for one in known):
         notes.append("Lines: means over n seeds; bands: lowest to highest seed.")
-    if any(over_time[one].seeds == 1 for one in drawn):
+    if any(over_time[one].seeds == 1 for one in known):
         notes.append("n = 1: one seed, no range.")
-    lacking = [one.name for one in drawn if not over_memory[one]]
-    if lacking and len(lacking) < len(drawn):
+    if any(one.cell.mean("probe_peak_bytes") for one in known if over_memory[one]):
+        notes.append("Peaks are training's, curvature probes apart.")
+    lacking = [one.name for one in known if not over_memory[one]]
+    if lacking and len(lacking) < len(known):
         notes.append(f"Not over GB·s: {', '.join(lacking)} ({unmeasured}).")
-    fewer = [one.name for one in drawn if over_memory[one] and over_memory[one].seeds < over_time[one].seeds]
+    fewer = [one.name for one in known if over_memory[one] and over_memory[one].seeds < over_time[one].seeds]
     if fewer:
         notes.append(f"Over GB·s fewer seeds, for want of memory readings: {', '.join(fewer)}.")
     style.noted(figure, [" ".join(notes), *_left_out(group.members, sheet)])
@@ -101,7 +106,7 @@ def _legend(figure: Any, what: str, group: Group, labels: dict[Member, str]) -> 
     from matplotlib.lines import Line2D
 
     looks = _looks(group)
-    handles = [Line2D([], [], label=style.shortened(label, 80), **vars(looks[one])) for one, label in labels.items()]
+    handles = [Line2D([], [], label=label, **vars(looks[one])) for one, label in labels.items()]
     style.titled(figure, f"{what}: {group.title}", handles)
 
 
@@ -151,10 +156,16 @@ def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
         style.said(bottom, NO_SEED)
     bottom.set_ylabel("Batch size (samples)")
     bottom.set_xlabel("Epochs trained")
-    title = "Memory and batch size over training"
-    _legend(figure, title, group, {one: f"{one.name} ({_which(one, run)})" for one, (run, _) in shown.items()})
+    _legend(
+        figure,
+        "Memory and batch size over training",
+        group,
+        {one: f"{one.name} ({_which(one, run)})" for one, (run, _) in shown.items()},
+    )
     untraced = [one.name for one, line in courses.items() if not line.traced]
-    notes = ["One run each; a level is the peak between two control steps."] if courses else []
+    notes = ["One run each."] if courses else []
+    if len(untraced) < len(courses):
+        notes.append("A level is training's peak between two control steps, curvature probes apart.")
     told = [f"{budget / factor:.4g} {unit} ({', '.join(names)})" for budget, names in sorted(budgets.items())]
     if readings:
         notes.append(f"Thin dotted lines: budgets, {'; '.join(told)}." if told else "No budget.")
@@ -246,7 +257,7 @@ def _layer_axes(layers: LayerMap, columns: int) -> tuple[Any, list[Any]]:
         place.grid(False)
         place.set_xlim(layers.edges[0], layers.edges[-1])
         place.set_xlabel("Epochs trained")
-    flat[0].set_yticks(rows, [style.shortened(layers.layers[row], 28) for row in rows])
+    flat[0].set_yticks(rows, [style.shortened(layers.layers[row], LAYER_LABEL) for row in rows])
     flat[0].set_ylim(count - 0.5, -0.5)
     flat[0].set_ylabel("Layer, input first" + (f" (one in {every} named)" if every > 1 else ""))
     return figure, flat
@@ -273,14 +284,8 @@ def _curvature(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
         notes.append("Hatched: λ not read yet, or not above zero.")
     rates = [value for row in layers.rates for value in row]
     margin = 0.0 if min(rates) < max(rates) else 0.05
-    _mesh(
-        figure,
-        right,
-        layers,
-        layers.rates,
-        Normalize(min(rates) - margin, max(rates) + margin),
-        "Rate scale (× the schedule's learning rate)",
-    )
+    scale = Normalize(min(rates) - margin, max(rates) + margin)
+    _mesh(figure, right, layers, layers.rates, scale, "Rate scale (× the schedule's learning rate)")
     if margin:
         notes.append(f"Every layer's rate scale stayed at {rates[0]:g}.")
     style.noted(figure, [" ".join(notes), *_left_out((member,), sheet)])

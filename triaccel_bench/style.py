@@ -6,7 +6,6 @@ The same figure gives the same bytes with one version of matplotlib, whatever it
 from __future__ import annotations
 
 import io
-import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +14,11 @@ from typing import Any
 
 WIDTH = 6.9
 """Inches of a page's two columns. Fonts below are in points at this size."""
-NOTE_COLUMNS = 112
-"""Letters of a note in one line of that width."""
-LEGEND_COLUMNS = 113
-"""Letters of a legend's line, of which a sign takes nine."""
+NOTE_LINES = 8
+FONT, POINTS = "DejaVu Sans", 8.0
+"""Comes with matplotlib, so that it is everywhere."""
+SIGN = 0.65
+"""Inches that a legend's sign takes, with the gap to the next one."""
 
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
     "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7",
@@ -26,14 +26,14 @@ BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, VERMILLION, PURPLE = (
 """Okabe and Ito's colours, which the colour-blind tell apart."""
 
 _RC: dict[str, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 8.0,
+    "font.family": FONT,
+    "font.size": POINTS,
     "axes.titlesize": 9.0,
     "axes.titleweight": "bold",
-    "axes.labelsize": 8.0,
-    "xtick.labelsize": 8.0,
-    "ytick.labelsize": 8.0,
-    "legend.fontsize": 8.0,
+    "axes.labelsize": POINTS,
+    "xtick.labelsize": POINTS,
+    "ytick.labelsize": POINTS,
+    "legend.fontsize": POINTS,
     "figure.titlesize": 10.0,
     "legend.frameon": False,
     "legend.handlelength": 3.2,
@@ -130,23 +130,26 @@ def blank(height: float, rows: int = 1, columns: int = 1, **options: Any) -> tup
 
 def titled(figure: Any, title: str, handles: Sequence[Any] = ()) -> None:
     """The title, and beneath it what is what."""
-    title = shortened(title, 90)
+    title = shortened(title, 0.95 * WIDTH * POINTS / 10)
     if not handles:
         figure.suptitle(title)
         return
-    widths = [len(handle.get_label()) + 9 for handle in handles]
-    columns = len(handles) if sum(widths) <= LEGEND_COLUMNS else max(1, min(4, LEGEND_COLUMNS // max(widths)))
+    for handle in handles:
+        handle.set_label(shortened(handle.get_label(), 0.95 * WIDTH - SIGN))
+    widths = [inches(handle.get_label()) + SIGN for handle in handles]
+    columns = len(handles) if sum(widths) <= WIDTH else max(1, min(4, int(WIDTH / max(widths))))
     # As the legend's own title: another one would lie upon it.
     figure.legend(handles=handles, title=title, title_fontsize=10, loc="outside upper center", ncols=columns)
 
 
 def noted(figure: Any, notes: Sequence[str]) -> None:
     """Sentences below the picture; made once all else is in it."""
-    lines = [line for note in notes for line in textwrap.wrap(note, NOTE_COLUMNS)]
-    if len(lines) > 8:
-        lines = [*lines[:7], f"… and {len(lines) - 7} more lines: see the footers of triaccel-tables"]
+    lines = [line for note in notes for line in wrapped(note, 0.97 * WIDTH)]
+    if len(lines) > NOTE_LINES:
+        more = len(lines) - NOTE_LINES + 1
+        lines = [*lines[: NOTE_LINES - 1], f"… and {more} more lines, which stand below the tables of triaccel-tables"]
     if lines:
-        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=8)
+        figure.supxlabel("\n".join(lines), x=0.01, ha="left", fontsize=POINTS)
 
 
 def said(axes: Any, text: str) -> None:
@@ -154,15 +157,48 @@ def said(axes: Any, text: str) -> None:
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(False)
-    axes.text(0.5, 0.5, "\n".join(textwrap.wrap(text, 48)), transform=axes.transAxes, ha="center", va="center")
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center")
 
 
-def shortened(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+def inches(text: str) -> float:
+    """Width of a line of text in the pictures' font."""
+    from matplotlib.font_manager import findfont, get_font
+
+    font = get_font(findfont(FONT))
+    font.set_size(POINTS, 72)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        font.set_text(text)
+    return font.get_width_height()[0] / 64 / 72
+
+
+def shortened(text: str, width: float) -> str:
+    """No wider than so many inches, with an ellipsis where something was cut."""
+    if inches(text) <= width:
+        return text
+    kept = len(text)
+    while kept and inches(f"{text[:kept]}…") > width:
+        kept -= 1
+    return f"{text[:kept]}…"
+
+
+def wrapped(text: str, width: float) -> list[str]:
+    """Lines no wider than so many inches, broken at blanks."""
+    lines: list[str] = []
+    for word in text.split():
+        longer = f"{lines[-1]} {word}" if lines else word
+        if lines and inches(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(shortened(word, width))
+    return lines
 
 
 def both_formats(stem: str, figure: Any) -> dict[str, bytes]:
     """The picture by file name."""
+    figure.draw_without_rendering()
+    # Both are laid out as the first was, in half the time.
+    figure.set_layout_engine("none")
     without = {"png": {"Software": None}, "svg": {"Date": None, "Creator": None}}
     files = {}
     for kind, metadata in without.items():

@@ -241,9 +241,10 @@ def _parser() -> argparse.ArgumentParser:
         nargs="?",
         choices=("tables", "figures", "audit", "replay", "pack", "boxes"),
         default="tables",
-        help="tables (the default); figures: pictures of the records and their traces; audit: the paper's numbers recomputed from one another, and its figures and the "
-        "records' beside lower bounds; replay: every decision of runs derived again from what it saw; pack: this box's "
-        "records, checked, into results/reference/<box>; boxes: what was measured on which device there",
+        help="tables (the default); figures: pictures of the records and their traces; audit: the paper's numbers "
+        "recomputed from one another, and its figures and the records' beside lower bounds; replay: every decision of "
+        "runs derived again from what it saw; pack: this box's records, checked, into results/reference/<box>; boxes: "
+        "what was measured on which device there",
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="replay: folders of runs, or their run.json")
     parser.add_argument(
