@@ -65,7 +65,7 @@ def test_every_picture_is_made_as_png_and_svg(written):
 
 def test_same_records_give_the_same_bytes_in_another_process_whatever_its_settings(written, tmp_path):
     folder, files = written
-    (tmp_path / "matplotlibrc").write_text("font.size: 20\nsavefig.dpi: 50\nsvg.fonttype: none\naxes.grid: False\n")
+    (tmp_path / "matplotlibrc").write_text("font.size: 20\nsavefig.dpi: 50\nsvg.fonttype: none\naxes.facecolor: red\n")
     code = (
         "import sys; from triaccel_bench.tables_cli import main; "
         f"code = main(['figures', '--results', {str(folder)!r}, '--out', {str(tmp_path / 'out')!r}]); "
@@ -192,6 +192,7 @@ def test_budget_and_both_plans_stand_in_the_pictures(written):
     assert {"asked for", "executed", "FP16", "BF16", "FP32", "promoted for its curvature"} <= set(
         found["precision-cifar10-resnet18-triaccel"]
     )
+    assert any("One run of Tri-Accel: seed 0 of n = 2" in text for text in found["precision-cifar10-resnet18-triaccel"])
     assert any("λ not read yet" in text for text in found["curvature-cifar10-resnet18-triaccel"])
 
 
@@ -229,7 +230,8 @@ def test_command_without_records_draws_nothing(tmp_path, capsys):
     assert "No run records" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables_cli, "figures", lambda results: {"a.png": b"drawn"})
     folder = write(tmp_path / "runs", run())
     (tmp_path / "out").write_text("a file")
     assert tables_cli.main(["figures", "--results", str(folder), "--out", str(tmp_path / "out")]) == 2

@@ -213,7 +213,7 @@ def _precision(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
     if any(map(any, layers.promoted)):
         handles.append(Line2D([], [], color="white", lw=3, label="promoted for its curvature", path_effects=_outline()))
     style.titled(figure, title, handles)
-    style.noted(figure, [f"One run: {_which(member, found[0])}.", *_left_out((member,), sheet)])
+    style.noted(figure, [f"One run of {member.name}: {_which(member, found[0])}.", *_left_out((member,), sheet)])
     return figure
 
 
@@ -277,7 +277,7 @@ def _curvature(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
     wide = 1.0 if low < high else 2.0
     _mesh(figure, left, layers, positive, LogNorm(low / wide, high * wide), "Largest eigenvalue λ of the layer's block")
     style.titled(figure, title)
-    notes = [f"One run: {_which(member, found[0])}."]
+    notes = [f"One run of {member.name}: {_which(member, found[0])}."]
     if not known:
         left.text(0.5, 0.5, "no λ was read", transform=left.transAxes, ha="center", backgroundcolor="white")
     elif any(value is None for row in positive for value in row):
