@@ -25,6 +25,7 @@ from rich.table import Table
 
 from triaccel_bench import worker
 from triaccel_bench.configuration import compose
+from triaccel_bench.files import write_atomically
 from triaccel_bench.identity import RESULTS_VERSION
 from triaccel_bench.records import (
     RUN_FILE,
@@ -34,7 +35,6 @@ from triaccel_bench.records import (
     RunRecord,
     planned_run,
     read_run,
-    write_atomically,
 )
 
 HELP, FIXED, TABLES = "help", "run/fixed", "tables/records"

@@ -28,10 +28,11 @@ from torch import Tensor
 from triaccel_bench import graphs, worker
 from triaccel_bench.configuration import compose
 from triaccel_bench.data import DeviceData, ImageSet, load
+from triaccel_bench.files import write_atomically
 from triaccel_bench.graphs import Graph
 from triaccel_bench.hardware import inspect
 from triaccel_bench.identity import RESULTS_VERSION
-from triaccel_bench.records import finite, planned_run, write_atomically
+from triaccel_bench.records import finite, planned_run
 from triaccel_bench.trainer import Trainer
 
 SEED = 0

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from triaccel_bench import bounds, models
 from triaccel_bench.bounds import NetworkShape
 from triaccel_bench.configuration import compose
-from triaccel_bench.records import write_atomically
+from triaccel_bench.files import write_atomically
 
 NETWORKS = (
     ("resnet18", 32),

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
-    -1: {"life"},
+    -1: {"life", "files"},
     0: {
         "noise",
         "settings",
@@ -79,6 +79,7 @@ LEVELS = {
         "boxes",
         "recovery",
         "series",
+        "split",
     },
     5: {"assembly", "loop", "charts"},
     6: {"trainer", "figures"},

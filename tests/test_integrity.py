@@ -21,7 +21,7 @@ from measured import run, write
 from tiny import settings
 
 import triaccel_bench
-from triaccel_bench import claims, configuration, records, runner, tables_cli, worker
+from triaccel_bench import claims, configuration, files, runner, tables_cli, worker
 from triaccel_bench.child import Ended
 from triaccel_bench.deadline import Deadline
 from triaccel_bench.hardware import inspect
@@ -78,7 +78,7 @@ def test_record_and_trace_change_together_or_not_at_all(tmp_path, monkeypatch, c
         if len(calls) == which:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(records.os, call, fails)
+    monkeypatch.setattr(files.os, call, fails)
     for trace in (Trace(layers=["new"]), None)[: 3 - which]:
         calls.clear()
         with pytest.raises(OSError, match="No space left"):

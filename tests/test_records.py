@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny import settings
 
-from triaccel_bench import records
+from triaccel_bench import files, records
 from triaccel_bench.records import (
     DecisionTrace,
     EpochRecord,
@@ -96,9 +96,9 @@ def test_a_failed_write_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch)
     def fail(*arguments):
         raise OSError("disk full")
 
-    monkeypatch.setattr(records.os, "replace", fail)
+    monkeypatch.setattr(files.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        records.write_atomically(path, b"new")
+        files.write_atomically(path, b"new")
     assert path.read_bytes() == before
     assert [entry.name for entry in tmp_path.iterdir()] == [records.RUN_FILE]
 

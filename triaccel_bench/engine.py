@@ -57,7 +57,8 @@ class Engine:
 
     Attributes:
         captured: the captured steps and evaluations.
-        on_phase: told "begin", and when "forward", "backward" and "update" are over, of steps that run eagerly.
+        updates_in_backward: whether weights are updated within the backward pass.
+        on_phase: told "begin", and when "data", "forward", "backward" and "update" are over, of steps that run eagerly.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class Engine:
         statistics = method.precision.beta, self._track
         rule = optimizer.momentum, optimizer.weight_decay
         self._buckets: Buckets | None = None
-        if method.update.in_backward:
+        self.updates_in_backward = method.update.in_backward
+        if self.updates_in_backward:
             order = _delivery_order(network, self._parameters)
             self._buckets = Buckets(self._parameters, layer_of, layers, order, kernels, *statistics, *rule)
             self.moments = self.sgd = self._buckets
@@ -197,6 +199,12 @@ class Engine:
         self._begun = False
         return outcome
 
+    def eager_step(self, *inputs: Tensor) -> None:
+        """The same, neither captured nor replayed."""
+        life.sign()
+        self._undoable_step(*inputs)
+        self._begun = False
+
     def _undoable_step(self, *inputs: Tensor) -> None:
         # A captured step allocates nothing when it is replayed, and is not executed when it is captured.
         if not (inputs[0].is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -225,6 +233,7 @@ class Engine:
 
     def _whole_step(self, *inputs: Tensor) -> None:
         images, labels = self._source(self._input_dtype, *inputs)
+        self._tell("data")
         self.update(*self.forward_backward(images, labels))
 
     def forward_backward(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,7 @@ class EpochSoFar:
     """B in force at each step."""
     plan_changes: int = 0
     probe_seconds: float = 0.0
+    controller_seconds: float = 0.0
     seconds: float = 0.0
     """Wall-clock up to now."""
     captures_before: int = 0
@@ -66,6 +67,7 @@ def epoch_record(
         train_seconds=so_far.seconds,
         evaluation_seconds=evaluation_seconds,
         probe_seconds=so_far.probe_seconds,
+        controller_seconds=so_far.controller_seconds,
         captures=captured.count - so_far.captures_before,
         capture_seconds=captured.seconds - so_far.capture_seconds_before,
         plan_changes=so_far.plan_changes,

@@ -10,6 +10,7 @@ from typing import Any
 
 from triaccel_bench.labels import layer_mix
 from triaccel_bench.records import RunRecord
+from triaccel_bench.stats import split_seconds
 
 MEMORY_LABEL = {"vram": "VRAM", "tensors": "tensors (not VRAM)", "off": "VRAM"}
 
@@ -29,7 +30,7 @@ class Reporter(AbstractContextManager):
     def line(self, text: str) -> None: ...
 
     def memory(self, label: str, run: RunRecord) -> None:
-        """A cell has ended: where the memory of one of its runs went."""
+        """A cell has ended: where memory and time of one of its runs went."""
 
 
 class Plain(Reporter):
@@ -55,7 +56,7 @@ class Plain(Reporter):
         print(text, flush=True)
 
     def memory(self, label: str, run: RunRecord) -> None:
-        for text in memory_panel(label, run):
+        for text in [*memory_panel(label, run), *split_line(label, run)]:
             self.line(text)
 
 
@@ -74,7 +75,7 @@ class Labelled(Plain):
         super().line(text if text.startswith(self._label) else f"{self._label}: {text}")
 
     def memory(self, label: str, run: RunRecord) -> None:
-        if panel := memory_panel(label, run):
+        if panel := [*memory_panel(label, run), *split_line(label, run)]:
             super().line("\n".join(panel))
 
 
@@ -179,6 +180,20 @@ def memory_panel(label: str, run: RunRecord) -> list[str]:
             for row in rows
         ),
     ]
+
+
+def split_line(label: str, run: RunRecord) -> list[str]:
+    """Where the time of a run's last epoch went, and its verdict, in one line; none where nothing was sampled."""
+    if run.split is None or not run.epochs:
+        return []
+    last = run.epochs[-1]
+    parts = ", ".join(
+        f"{part} {'n/a' if seconds is None else f'{seconds / last.train_seconds:.0%}'.replace('%', ' %')}"
+        for part, seconds in split_seconds(run, last).items()
+    )
+    verdict = run.split.verdict or f"verdict unknown: {run.split.reason}"
+    sampled = f"sampled by the {run.split.clock}'s clock"
+    return [f"{label}: {last.train_seconds:.2f} s of epoch {last.epoch}: {parts} ({sampled}); {verdict}"]
 
 
 def _largest(run: RunRecord, figure: str) -> int | None:

@@ -1,4 +1,4 @@
-"""Records of a run as plain data: units stand in the field names, JSON goes in and out, files are written atomically.
+"""Records of a run as plain data: units stand in the field names, JSON goes in and out.
 
 ``None`` means "not measured" (no meter, no card, not reached) and stays ``None`` through
 every table; it is never replaced by a number.
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import gzip
 import math
-import os
-import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
+
+from triaccel_bench.files import write_together
 
 
 def _told(value: float) -> float | str:
@@ -32,6 +30,10 @@ Kind = Literal["weights", "copies", "gradients", "optimizer", "activations", "wo
 """Parameters and buffers; 16-bit copies of weights; gradients; momentum; what else a step needs, what convolutions
 borrow included; what the library of matrix products keeps; all samples' images and labels; the rest."""
 Phase = Literal["forward", "backward", "update", "capture", "probe", "evaluation"]
+StepPhase = Literal["data", "forward", "backward", "update"]
+Verdict = Literal["input-bound", "launch-bound", "compute-bound"]
+"""Launch-bound: steps run eagerly on a card, and the host takes longer to launch one than the card to do it.
+Input-bound, of the others: assembling a batch takes longer than all else of a step. Compute-bound: neither."""
 
 RUN_FILE = "run.json"
 TRACE_FILE = "trace.json.gz"
@@ -92,6 +94,9 @@ class EpochRecord(_Record):
     """Wall-clock of training: data, steps, controller, probes, plan changes; the device is idle at both ends."""
     evaluation_seconds: float = 0.0
     probe_seconds: float = 0.0
+    controller_seconds: float | None = None
+    """Part of ``train_seconds``: the host's, to begin read-backs, and from the arrival of one until what was decided
+    is in force. A card has a step to do meanwhile: so much at most was lost. None: recorded before this was."""
     captures: int = 0
     """Steps captured in a CUDA graph within this epoch."""
     capture_seconds: float = 0.0
@@ -158,6 +163,31 @@ class MemoryRecord(_Record):
     """At the peak of each phase, of whichever step, without the resident data set."""
 
 
+class SplitRecord(_Record):
+    """Where the time of a training step goes, sampled after training; the steps themselves are undone.
+
+    Sampled are eager steps of the batch size and the plan in force at the end. On a CPU a clock is read between phases.
+    On a card events stand between them, behind a wait that lets the host launch all of a step before the device begins
+    it, so that no phase holds time in which the device waits for launches. None: unknown.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    clock: Literal["host", "device"]
+    """What read the phases."""
+    batch: int
+    layers_executed: dict[str, int]
+    steps: int
+    """Sampled; each figure is their median."""
+    phase_seconds: dict[StepPhase, float | None]
+    """With ``method.update.in_backward`` the update is part of "backward", and by itself unknown."""
+    launch_seconds: float | None = None
+    """What the host takes to launch such a step; None on a CPU, which launches nothing."""
+    verdict: Verdict | None
+    reason: str | None = None
+    """Why something is unknown."""
+
+
 class RunRecord(_Record):
     """One (cell, seed)."""
 
@@ -201,6 +231,7 @@ class RunRecord(_Record):
     retries: dict[str, int] = Field(default_factory=dict)
     warnings: list[str] = Field(default_factory=list)
     memory: MemoryRecord | None = None
+    split: SplitRecord | None = None
     epochs: list[EpochRecord] = Field(default_factory=list)
     layers: list[LayerRecord] = Field(default_factory=list)
 
@@ -341,58 +372,6 @@ def _read(path: Path, load):
         raise RecordError(f"{path}: not a record ({where}: {first['msg']})") from None
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise RecordError(f"{path}: cannot be read ({error})") from None
-
-
-def write_atomically(path: Path, content: bytes) -> Path:
-    """Temporary name, fsync, rename: a reader sees the old file or the new one, never a part."""
-    write_together({path: content})
-    return path
-
-
-def write_together(contents: Mapping[Path, bytes]) -> None:
-    """Files that belong together: none of them changes before all lie on the disk.
-
-    Raises:
-        OSError: there was no room, say; nothing has changed then, and nothing is left over.
-    """
-    with _beside() as opened:
-        for path, content in contents.items():
-            opened(path).write(content)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` once it is complete and on the disk; otherwise nothing has changed."""
-    with _beside() as opened:
-        yield opened(path)
-
-
-@contextmanager
-def _beside() -> Iterator[Callable[[Path], BinaryIO]]:
-    """Opens temporary files beside those that they take the place of at the end."""
-    staged: list[tuple[BinaryIO, Path, Path]] = []
-
-    def opened(path: Path) -> BinaryIO:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        staged.append((os.fdopen(handle, "wb"), Path(temporary), path))
-        return staged[-1][0]
-
-    try:
-        yield opened
-        for file, temporary, _ in staged:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-            os.chmod(temporary, 0o644)
-        for _, temporary, path in staged:
-            os.replace(temporary, path)
-    except BaseException:
-        for file, temporary, _ in staged:
-            with suppress(OSError):
-                # It would write what the disk has no room for.
-                file.close()
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def finite(value: float | None) -> float | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from triaccel_bench.files import write_atomically
 from triaccel_bench.identity import RESULTS_VERSION, identity
 from triaccel_bench.packs import MANIFEST, RUNS, Manifest, digest
 from triaccel_bench.parsing import parse
@@ -20,7 +21,6 @@ from triaccel_bench.records import (
     RunRecord,
     read_run,
     read_trace,
-    write_atomically,
 )
 from triaccel_bench.results import run_files
 from triaccel_bench.settings import Settings, SettingsError

@@ -21,7 +21,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from triaccel_bench.records import replacing
+from triaccel_bench.files import replacing
 
 FORMAT = "triaccel-bench checkpoint"
 VERSION = 1

@@ -11,7 +11,8 @@ import hashlib
 import shutil
 from pathlib import Path
 
-from triaccel_bench.records import CHECKPOINT_FILE, RUN_FILE, TRACE_FILE, replacing
+from triaccel_bench.files import replacing
+from triaccel_bench.records import CHECKPOINT_FILE, RUN_FILE, TRACE_FILE
 from triaccel_bench.settings import SettingsError
 
 

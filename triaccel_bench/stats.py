@@ -8,13 +8,17 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import get_args
 
 from triaccel_bench.paper import BYTES_PER_GB
-from triaccel_bench.records import EpochRecord, Meter, RunRecord
+from triaccel_bench.records import EpochRecord, Meter, RunRecord, StepPhase, Verdict
 
 LAST_EPOCHS = 5
 """Epochs at the end of a run that its time is the mean of (section 4.2)."""
+
+PARTS = (*get_args(StepPhase), "controller", "probe", "capture")
+"""Of an epoch's time."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,13 @@ class RunSummary:
     steps_skipped: int
     epochs: int
     budget_bytes: int | None
+    split_seconds: dict[str, float | None] = field(default_factory=dict)
+    """``seconds`` by ``PARTS``; one is None where it is unknown of one of those epochs."""
+    verdict: Verdict | None = None
+    score_thirds: tuple[float, float] | None = None
+    """Mean of ``epoch_scores`` in the first and in the last third of the epochs."""
+    cost_thirds: tuple[float, float] | None = None
+    """The same of an epoch's seconds x GB, by which its score is divided."""
 
 
 def mean_std(values: Iterable[float | None]) -> Mean | None:
@@ -100,6 +111,59 @@ def score_percent(
     return accuracy_percent / (seconds * 100 * memory_bytes / device_total_bytes) * 100
 
 
+def epoch_scores(run: RunRecord) -> list[float | None]:
+    """Score of each epoch from its own accuracy, seconds and VRAM peak; None where one of them was not measured."""
+    costs = _epoch_costs(run)
+    accuracies = [epoch.evaluation_accuracy_percent for epoch in run.epochs]
+    return [
+        None if accuracy is None or cost is None else accuracy / cost
+        for accuracy, cost in zip(accuracies, costs, strict=True)
+    ]
+
+
+def _epoch_costs(run: RunRecord) -> list[float | None]:
+    """Seconds x GB of each epoch."""
+    peaks = [_peak_bytes([epoch]) if run.meter == "vram" else None for epoch in run.epochs]
+    found = [epoch.train_seconds * (peak or 0) / BYTES_PER_GB for epoch, peak in zip(run.epochs, peaks, strict=True)]
+    return [cost or None for cost in found]
+
+
+def thirds(values: list[float | None]) -> tuple[float, float] | None:
+    """Means of the first and of the last third; None with fewer than three values, or where one was not measured.
+
+    A middle that does not divide by three belongs to neither.
+    """
+    size = len(values) // 3
+    if size == 0 or None in (ends := [*values[:size], *values[-size:]]):
+        return None
+    return statistics.fmean(ends[:size]), statistics.fmean(ends[size:])
+
+
+def split_seconds(run: RunRecord, epoch: EpochRecord) -> dict[str, float | None]:
+    """An epoch's training seconds by ``PARTS``; None where a part is unknown.
+
+    Controller, probes and captures (with the steps that warm them up) were clocked. The rest is divided as the sampled
+    steps are, in an epoch of the batch size and of as many layers in each dtype as those; of others it is unknown.
+    """
+    clocked = {"controller": epoch.controller_seconds, "probe": epoch.probe_seconds, "capture": epoch.capture_seconds}
+    rest = max(0.0, epoch.train_seconds - sum(seconds or 0.0 for seconds in clocked.values()))
+    phases: dict[str, float | None] = dict.fromkeys(get_args(StepPhase))
+    if run.split is not None and _is_of_sampled_steps(run, epoch):
+        whole = sum(seconds or 0.0 for seconds in run.split.phase_seconds.values())
+        shares = run.split.phase_seconds.items()
+        phases |= {phase: None if seconds is None else rest * seconds / whole for phase, seconds in shares if whole}
+    return {**phases, **clocked}
+
+
+def _is_of_sampled_steps(run: RunRecord, epoch: EpochRecord) -> bool:
+    same_batch = epoch.batch_min == epoch.batch_max == run.split.batch
+    return same_batch and not epoch.plan_changes and epoch.layers_executed == run.split.layers_executed
+
+
+def _mean_of_all(values: list[float | None]) -> float | None:
+    return None if not values or None in values else statistics.fmean(values)
+
+
 def summarise(run: RunRecord) -> RunSummary:
     """The figures of one run. Scores need a VRAM meter: bytes of live tensors give none."""
     last = run.epochs[-LAST_EPOCHS:]
@@ -132,6 +196,10 @@ def summarise(run: RunRecord) -> RunSummary:
         steps_skipped=run.steps_skipped,
         epochs=len(run.epochs),
         budget_bytes=run.budget_bytes,
+        split_seconds={part: _mean_of_all([split_seconds(run, epoch)[part] for epoch in last]) for part in PARTS},
+        verdict=None if run.split is None else run.split.verdict,
+        score_thirds=thirds(epoch_scores(run)),
+        cost_thirds=thirds(_epoch_costs(run)),
     )
 
 

@@ -18,8 +18,8 @@ from triaccel_bench.audit import IMPOSSIBLE, audit_table, check_records, records
 from triaccel_bench.boxes import boxes_table
 from triaccel_bench.differences import MARGIN, differences
 from triaccel_bench.figures import figures
+from triaccel_bench.files import write_together
 from triaccel_bench.layout import Table, to_csv, to_latex, to_markdown
-from triaccel_bench.records import write_together
 from triaccel_bench.reference import NoPack, pack
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.stats import why_excluded

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from triaccel_bench import control, ledger, precision, snapshot
+from triaccel_bench import control, ledger, precision, snapshot, split
 from triaccel_bench.anatomy import Anatomy
 from triaccel_bench.assembly import Assembly, Budget, reason_for_eager_steps
 from triaccel_bench.data import DeviceData, ElasticSampler, ImageSet
@@ -153,6 +153,8 @@ class Trainer:
                 self._keep()
         check_end(self.run.epochs[-1])
         self.finish()
+        decision = self.method.decision
+        self.run.split = split.sample(self.engine, self.data.order[: decision.batch], decision.executed)
         return self.trace
 
     def _epoch(self, so_far: ledger.EpochSoFar) -> tuple[EpochRecord, Reading]:
@@ -187,8 +189,9 @@ class Trainer:
                 so_far.probe_seconds += seconds
                 self.training_began += seconds
             if self.step % self.settings.method.control.interval == 0:
-                share_of_epoch = sampler.taken / self.data.train_count
-                reading_begun = self.engine.start_reading(), self.step, share_of_epoch
+                began = self.clock.now()
+                reading_begun = self.engine.start_reading(), self.step, sampler.taken / self.data.train_count
+                so_far.controller_seconds += self.clock.now() - began
         if reading_begun is not None:
             so_far.plan_changes += self._control(so_far, *reading_begun)
         self._follow_schedule(so_far)  # what comes after the last step is in force as the epoch is evaluated
@@ -335,8 +338,8 @@ class Trainer:
         Returns whether the plan changed.
         """
         reading = finish()
-        # The device is at most a step behind this clock.
-        self.training_seconds = self.clock.now() - self.training_began
+        arrived = self.clock.now()  # the device is at most a step behind
+        self.training_seconds = arrived - self.training_began
         self._check(reading)
         self._close_window()
         memory_bytes, self.peaks.window = self.peaks.window, None
@@ -355,6 +358,7 @@ class Trainer:
         self.trace.decisions.append(ledger.decision_trace(step, self.step, signals, before, decision))
         done, epochs = so_far.number - 1 + share_of_epoch, self.settings.epochs
         self.emit("progress", ledger.progress(done, epochs, so_far.before, reading, decision, memory_bytes))
+        so_far.controller_seconds += self.clock.now() - arrived
         return decision.plan_changed
 
     def _begin_window(self) -> None:
