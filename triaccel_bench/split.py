@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import get_args
 
 import torch
@@ -85,8 +86,8 @@ def verdict(phases: dict[StepPhase, float | None], launch: float | None, replays
 def _undone(
     engine: Engine, indices: Tensor, executed: Sequence[str], time_steps: Callable[[Engine, Tensor], list[Timed]]
 ) -> list[Timed]:
-    # On the host, where there is room: the steps themselves are to fit as they did in training.
-    state, drawn = engine.state_dict(), snapshot.generators(indices.device)
+    # On the host, where there is room: the steps are to fit as they did in training. A CPU's own tensors are no copy.
+    state, drawn = deepcopy(engine.state_dict()), snapshot.generators(indices.device)
     try:
         return time_steps(engine, indices)
     finally:
