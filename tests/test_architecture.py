@@ -50,6 +50,7 @@ LEVELS = {
         "outcomes",
         "scratch",
         "style",
+        "tracker",
     },
     2: {
         "captures",

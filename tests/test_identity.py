@@ -21,6 +21,7 @@ def cell(*overrides: str, device: str = "card") -> str:
         "runner.timeout=5",
         "runner.max_minutes=700",
         "on_failure=stop",
+        "tracker=tensorboard",
     ],
 )
 def test_a_cell_ignores_what_cannot_change_a_result(override):

@@ -47,7 +47,7 @@ RUNS = {
 }
 CLOCKS = {
     "training_seconds", "seconds", "train_seconds", "evaluation_seconds", "probe_seconds", "first_use_seconds",
-    "checkpoint_seconds", "last_turns", "seconds_per_product",
+    "checkpoint_seconds", "controller_seconds", "phase_seconds", "last_turns", "seconds_per_product",
 }  # fmt: skip
 """What a clock has told: it adds up, and is never the same twice."""
 

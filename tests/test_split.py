@@ -26,36 +26,43 @@ def state_of(made) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in [*held, *copies, engine._rates, *snapshot.generators(held[0].device)]]
 
 
-@pytest.mark.parametrize("more", [
-    [], ["method.update.in_backward=true"],
-    ["method.precision.cpu_executes=requested", "method.dtype=bf16", "method.update.momentum_dtype=bf16"],
-    ["model=efficientnet_b0", "epochs=1"],
-])  # fmt: skip
-def test_a_run_ends_alike_with_and_without(more, monkeypatch):
+def test_a_run_ends_alike_with_and_without(monkeypatch):
     ends = []
     for sampled in (False, True):
         with monkeypatch.context() as patch:
             if not sampled:
                 patch.setattr(split, "sample", lambda *given: None)
-            made, record = trainer(settings(*MOVING, *more))
+            made, record = trainer(settings(*MOVING))
             made.train()
-        ends.append(state_of(made))
         seen = [(e.train_loss, e.evaluation_loss, e.steps_skipped, e.captures) for e in record.epochs]
-        ends.append([torch.tensor(record.samples_applied), torch.tensor(seen)])
+        ends.append([*state_of(made), torch.tensor(record.samples_applied), torch.tensor(seen)])
         assert (record.split is not None) == sampled
-    assert len(ends[0]) == len(ends[2])
-    for without, with_ in zip(ends[0] + ends[1], ends[2] + ends[3]):
-        assert torch.equal(without, with_)
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+@pytest.mark.parametrize("more", [
+    ["method.update.in_backward=true"],
+    ["method.precision.cpu_executes=requested", "method.dtype=bf16", "method.update.momentum_dtype=bf16"],
+    ["model=efficientnet_b0"],
+])  # fmt: skip
+def test_steps_leave_no_trace_in_the_middle_of_a_run(more):
+    made, _ = trainer(settings(*MOVING, *more))
+    order = made.data.begin_epoch(0, 1)
+    for _ in range(2):
+        made.engine.step(order.take(16))
+    before = state_of(made)
+    told = split.sample(made.engine, made.data.order[:16], made.method.decision.executed)
+    after = state_of(made)
+    assert told.steps == split.STEPS and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_without_undoing_a_run_would_end_otherwise(monkeypatch):
-    """So that the test before can fail: sampling does train."""
     made, _ = trainer(settings(*MOVING))
-    made.train()
+    made.engine.step(made.data.order[:16])
     before = state_of(made)
     monkeypatch.setattr(made.engine, "load_state_dict", lambda *state: None)
     split.sample(made.engine, made.data.order[:16], made.method.decision.executed)
-    assert any(not torch.equal(a, b) for a, b in zip(before, state_of(made)))
+    assert any(not torch.equal(a, b) for a, b in zip(before, state_of(made), strict=True))
 
 
 def slow(function, seconds):
@@ -69,9 +76,9 @@ def slow(function, seconds):
 @pytest.mark.parametrize("where, phase", [("_source", "data"), ("update", "update")])
 def test_time_is_booked_where_it_is_spent(where, phase):
     made, record = trainer(settings("epochs=1"))
-    setattr(made.engine, where, slow(getattr(made.engine, where), 0.2))
+    setattr(made.engine, where, slow(getattr(made.engine, where), 0.08))
     found = split.sample(made.engine, made.data.order[:16], made.method.decision.executed)
-    assert found.phase_seconds[phase] >= 0.2 > max(v for k, v in found.phase_seconds.items() if k != phase)
+    assert found.phase_seconds[phase] >= 0.08 > max(v for k, v in found.phase_seconds.items() if k != phase)
     assert found.clock == "host" and found.launch_seconds is None and found.steps == split.STEPS
     assert found.verdict == ("input-bound" if phase == "data" else "compute-bound")
     assert made.engine.on_phase is None
@@ -149,10 +156,10 @@ def test_what_was_not_recorded_is_unknown():
 
 def test_the_controller_is_clocked_as_it_decides():
     made, record = trainer(settings(*MOVING))
-    made.method.decide = slow(made.method.decide, 0.1)
+    made.method.decide = slow(made.method.decide, 0.03)
     made.train()
     decided = [sum(d.epoch == e.epoch for d in made.trace.decisions) for e in record.epochs]
-    assert all(e.train_seconds > e.controller_seconds >= 0.1 * n > 0 for e, n in zip(record.epochs, decided))
+    assert all(e.train_seconds > e.controller_seconds >= 0.03 * n > 0 for e, n in zip(record.epochs, decided))
     still, other = trainer(settings("epochs=1", "method.control.interval=1000"))
     still.train()
     assert other.epochs[0].controller_seconds == 0.0

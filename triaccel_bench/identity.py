@@ -36,7 +36,7 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
     FP32 is not run again when ``curvature.alpha`` moves. The device is left out because its
     name, not its number, is part of an identity.
     """
-    apart = "seeds", "results", "progress", "preflight", "runner", "on_failure", "device"
+    apart = "seeds", "results", "progress", "preflight", "runner", "on_failure", "tracker", "device"
     tree = {key: value for key, value in dumped.items() if key not in apart}
     tree["dataset"] = _without(tree["dataset"], "root", "download", "mirrors")
     tree["model"] = dict(tree["model"])

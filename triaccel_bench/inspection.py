@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 import torchvision
 
-from triaccel_bench import curvature, hardware, models, preflight
+from triaccel_bench import curvature, hardware, models, preflight, tracker
 from triaccel_bench.data import DataError, load
 from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.hardware import DeviceError, Hardware, executed_dtype
 from triaccel_bench.jacobian import JacobianEstimator, piecewise_linear
 from triaccel_bench.meters import TensorMeter
 from triaccel_bench.preflight import Check, Report, failed, megabytes
-from triaccel_bench.settings import DatasetSettings, ModelSettings, Settings
+from triaccel_bench.settings import DatasetSettings, ModelSettings, Settings, SettingsError
 from triaccel_bench.sources import cifar_archive, cifar_fault
 from triaccel_bench.weights import WeightsError
 
@@ -51,12 +51,23 @@ def look(cells: Sequence[Settings], thorough: bool) -> Report:
     for model in dict.fromkeys(s.model for s in cells if s.model.weights != "none"):
         checks.append(_weights(model, [(i, s) for i, s in numbered if s.model == model], thorough))
     checks += _curvature(numbered if thorough else [(i, s) for i, s in numbered if _may_be_slow(s)], shapes)
+    checks += _tracker([i for i, s in numbered if s.tracker == "tensorboard"])
     for scratch in dict.fromkeys(s.results.scratch for s in cells if s.results.scratch is not None):
         members = [(i, s) for i, s in numbered if s.results.scratch == scratch]
         checks.append(preflight.folder("scratch", Path(scratch), "results.scratch", _numbers(members)))
     for root in dict.fromkeys(settings.results.root for settings in cells):
         checks += _results(Path(root), [(i, s) for i, s in numbered if s.results.root == root], shapes, thorough)
     return Report(tuple(checks), devices)
+
+
+def _tracker(cells: list[int]) -> list[Check]:
+    if not cells:
+        return []
+    try:
+        tracker.writer_class()
+    except SettingsError as error:
+        return [failed("tracker", str(error), cells)]
+    return [Check("tracker", "ok", "TensorBoard can be written", cells=tuple(cells))]
 
 
 def _numbers(members: Members) -> tuple[int, ...]:

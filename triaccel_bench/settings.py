@@ -266,6 +266,7 @@ class Settings(_Section):
     progress: Literal["auto", "rich", "plain", "none"]
     preflight: Literal["auto", "only", "off"]
     on_failure: Literal["continue", "stop"]
+    tracker: Literal["none", "tensorboard"]
     dataset: DatasetSettings
     model: ModelSettings
     method: MethodSettings

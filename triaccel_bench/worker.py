@@ -23,7 +23,7 @@ import torch
 import torchvision
 
 import triaccel_bench
-from triaccel_bench import graphs, inspection, pace
+from triaccel_bench import graphs, inspection, pace, tracker
 from triaccel_bench import hardware as hardware_module
 from triaccel_bench.anatomy import held
 from triaccel_bench.data import DataError, load
@@ -131,13 +131,15 @@ def _run_seed(
         for warning in found.warnings:
             run.warnings.append(warning)
             emit("note", {"text": warning})
+        if settings.tracker == "tensorboard":
+            tracker.writer_class()  # a refusal comes before data is read
         images = load(settings.dataset)
         run.dataset_fingerprint = images.fingerprint
         if settings.results.resume:
             owner = Owner(cell, seed, RESULTS_VERSION, images.fingerprint)
             path, every = work.folder / CHECKPOINT_FILE, settings.results.checkpoint_every
             keeper = Keeper(path, owner, every, stop, publish=work.publish)
-        trace = _train(settings, seed, found, images, run, emit, keeper)
+        trace = _train(settings, seed, found, images, run, emit, keeper, folder)
     except REFUSALS as error:
         work.close()
         pipe.send(("refused", str(error)))
@@ -185,7 +187,7 @@ def _stream_of_captures(found: Hardware) -> AbstractContextManager:
 
 
 def _train(
-    settings: Settings, seed: int, found: Hardware, images, run: RunRecord, emit, keeper: Keeper | None
+    settings: Settings, seed: int, found: Hardware, images, run: RunRecord, emit, keeper: Keeper | None, folder: Path
 ) -> Trace | None:
     """Train and put the outcome into ``run``; what had been recorded stays, whatever the outcome."""
     trainer = None
@@ -197,7 +199,8 @@ def _train(
                 emit("note", {"text": run.meter_reason})
             if keeper is not None:
                 keeper.stop.deferred = True
-            trainer.train()
+            with tracker.followed(settings.tracker, folder, run, trainer.trace, emit) as trainer.emit:
+                trainer.train()
             run.status, run.reason = "done", None
         except REFUSALS:
             raise
