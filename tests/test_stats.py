@@ -7,7 +7,16 @@ import math
 import pytest
 from measured import GB, epoch, run
 
-from triaccel_bench.stats import Mean, mean_std, score, score_percent, summarise, why_excluded
+from triaccel_bench.stats import (
+    Mean,
+    epoch_scores,
+    mean_std,
+    score,
+    score_percent,
+    summarise,
+    thirds,
+    why_excluded,
+)
 
 
 def test_spread_is_the_sample_standard_deviation():
@@ -120,3 +129,31 @@ def test_a_record_that_says_done_too_early_is_in_no_mean():
     assert why_excluded(run(epochs_planned=30)) == "says done after 1 of 30 epochs"
     assert why_excluded(run(epochs=[], epochs_planned=0)) is not None
     assert why_excluded(run()) is None
+
+
+def test_an_epochs_score_is_of_its_own_figures():
+    epochs = [
+        epoch(1, evaluation_accuracy_percent=50.0, train_seconds=10.0, memory_peak_bytes=GB // 2),
+        epoch(2, evaluation_accuracy_percent=60.0, train_seconds=5.0, memory_peak_bytes=GB // 2, probe_peak_bytes=GB),
+        epoch(3, evaluation_accuracy_percent=None), epoch(4, memory_peak_bytes=None), epoch(5, train_seconds=0.0),
+    ]  # fmt: skip
+    assert epoch_scores(run(epochs=epochs)) == [10.0, 12.0, None, None, None]
+    assert epoch_scores(run(epochs=epochs, meter="tensors")) == [None] * 5
+
+
+@pytest.mark.parametrize("values, expected", [
+    ([1.0, 2.0, 9.0], (1.0, 9.0)), ([1.0, 3.0, 7.0, 9.0, 5.0, 7.0], (2.0, 6.0)), ([1.0, None, 8.0, 9.0], (1.0, 9.0)),
+    ([1.0, 2.0], None), ([], None), ([None, 2.0, 3.0], None), ([1.0, 2.0, None], None),
+])  # fmt: skip
+def test_thirds_are_means_of_both_ends(values, expected):
+    assert thirds(values) == expected
+
+
+def test_thirds_of_a_run_tell_cost_from_score():
+    figures = [(40.0, 10.0), (60.0, 10.0), (80.0, 5.0)]
+    epochs = [
+        epoch(i, evaluation_accuracy_percent=a, train_seconds=s, memory_peak_bytes=GB)
+        for i, (a, s) in enumerate(figures)
+    ]
+    summary = summarise(run(epochs=epochs))
+    assert summary.score_thirds == (4.0, 16.0) and summary.cost_thirds == (10.0, 5.0)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from measured import epoch, papers_table1, provenance, run, write
 
 from triaccel_bench import paper
 from triaccel_bench.layout import to_markdown
+from triaccel_bench.records import SplitRecord
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.tables import table1, table2
 
@@ -354,3 +357,48 @@ def test_times_of_a_shared_card_are_named():
     runs = run(seed=0), run(seed=1, tree=shared), run(method="amp"), run(method="tf32", tree=shared | {"device": "cpu"})
     (said,) = [footer for footer in table1(Results(runs)).footers if "share_gpu" in footer]
     assert said == "FP32 Baseline: times on a GPU that other runs shared (runner.share_gpu=true)."
+
+
+def trained(seed: int, last_seconds: float, **more):
+    """Three epochs whose accuracy doubles; only the last one's time is its own."""
+    figures = zip((40.0, 60.0, 80.0), (10.0, 10.0, last_seconds))
+    epochs = [
+        epoch(i, evaluation_accuracy_percent=a, train_seconds=s, memory_peak_bytes=10**9, controller_seconds=0.0)
+        for i, (a, s) in enumerate(figures, 1)
+    ]
+    return run(seed=seed, epochs=epochs, tree={"seeds": [0, 1], "epochs": 3}, **more)
+
+
+def test_the_trend_of_the_score_stands_beside_what_it_is_divided_by():
+    table = table1(Results((trained(0, 5.0), trained(1, 10.0))))
+    (said,) = [footer for footer in table.footers if footer.startswith("Score by epoch")]
+    ratio, cost = math.sqrt(4.0 * 2.0), math.sqrt(0.5)
+    row = table.frame.iloc[0]
+    assert (row["score_trend_mean"], row["cost_trend_mean"]) == pytest.approx((ratio, cost))
+    assert row["cost_trend_low"] < cost < row["cost_trend_high"]
+    low, high = row["score_trend_low"], row["score_trend_high"]
+    assert f"FP32 Baseline {ratio:.3f} [{low:.3f}, {high:.3f}] ({cost:.3f} [" in said and said.endswith("; n = 2).")
+    (single,) = [f for f in table1(Results((trained(0, 5.0),))).footers if f.startswith("Score by epoch")]
+    assert single.endswith(": FP32 Baseline 4.000 (0.500; n = 1).")
+    assert not any("Score by epoch" in footer for footer in table1(Results((run(),))).footers)
+    assert not any("Score by epoch" in footer for footer in table2(Results((trained(0, 5.0),))).footers)
+
+
+def test_where_the_time_goes_stands_below_table_1_and_in_the_csv():
+    phases = {"data": 0.1, "forward": 0.3, "backward": 0.5, "update": 0.1}
+    sampled = SplitRecord(
+        clock="device", batch=96, layers_executed={"fp32": 21}, steps=5, phase_seconds=phases, verdict="compute-bound"
+    )
+    table = table1(Results((trained(0, 10.0, split=sampled), trained(1, 10.0, split=sampled))))
+    (said,) = [footer for footer in table.footers if "-bound" in footer]
+    assert said == (
+        "FP32 Baseline: compute-bound; of its time data 10 %, forward 30 %, backward 50 %, update 10 %, controller 0 %, "
+        "probe 0 %, capture 0 %."
+    )
+    row = table.frame.iloc[0]
+    assert row["backward_seconds_per_epoch"] == pytest.approx(5.0) and row["verdict"] == "compute-bound"
+    mixed = table1(Results((trained(0, 10.0, split=sampled), trained(1, 10.0))))
+    assert mixed.frame.iloc[0]["backward_seconds_per_epoch"] is None
+    assert any("backward n/a" in footer for footer in mixed.footers)
+    older = table1(Results((trained(0, 10.0),))).frame.iloc[0]
+    assert older["verdict"] == "" and older["forward_seconds_per_epoch"] is None

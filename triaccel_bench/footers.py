@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from triaccel_bench import compare
 from triaccel_bench.cells import Cell
 from triaccel_bench.labels import ESTIMATORS, PAPER_ESTIMATOR, layer_mix
 from triaccel_bench.records import Provenance
+from triaccel_bench.stats import PARTS
 
 NOT_MEASURED = "n/a"
 
@@ -170,6 +172,57 @@ def company(found: list[Cell], name: Names) -> list[str]:
 def _shares_its_card(settings: dict[str, Any]) -> bool:
     # Earlier records have no such setting.
     return settings["device"] != "cpu" and settings.get("runner", {}).get("share_gpu", False)
+
+
+def splits(found: list[Cell], name: Names) -> list[str]:
+    """Where the time of each row goes, in percent of it, and what bounds its steps."""
+    return [f"{name(cell)}: {told}." for cell in found if (told := _split(cell))]
+
+
+def _split(cell: Cell) -> str:
+    verdicts = sorted({summary.verdict for summary in cell.summaries if summary.verdict})
+    seconds, parts = cell.mean("seconds"), split_means(cell)
+    if not verdicts or not seconds or not seconds.mean:
+        return ""
+    shares = ", ".join(
+        f"{part} {NOT_MEASURED if mean is None else f'{100 * mean / seconds.mean:.0f} %'}"
+        for part, mean in parts.items()
+    )
+    return f"{' or '.join(verdicts)}; of its time {shares}"
+
+
+def split_means(cell: Cell) -> dict[str, float | None]:
+    """Seconds of an epoch by part, mean over the seeds; None where one of them does not know."""
+    each = {part: [summary.split_seconds.get(part) for summary in cell.summaries] for part in PARTS}
+    return {part: None if not s or None in s else sum(s) / len(s) for part, s in each.items()}
+
+
+def trends(found: list[Cell], name: Names) -> list[str]:
+    """How each row's score by epoch changes over training, and what it is divided by."""
+    told = [f"{name(cell)} {text}" for cell in found if (text := _trend(cell))]
+    if not told:
+        return []
+    return [
+        "Score by epoch, each from its own accuracy, seconds and peak: the last third of epochs over the first, and in "
+        f"brackets the same of seconds × GB, whose fall alone is a gain in efficiency: {'; '.join(told)}."
+    ]
+
+
+def _trend(cell: Cell) -> str:
+    score, cost = trend(cell, "score_thirds"), trend(cell, "cost_thirds")
+    return f"{_ratio(score)} ({_ratio(cost)}; n = {score.n})" if score and cost else ""
+
+
+def trend(cell: Cell, thirds: str) -> compare.Difference | None:
+    """The last third over the first of that field, as a ratio, paired by seed."""
+    known = {s.seed: value for s in cell.summaries if (value := getattr(s, thirds)) and min(value) > 0}
+    first, last = ({seed: value[end] for seed, value in known.items()} for end in (0, 1))
+    return compare.paired(last, first, ratio=True)
+
+
+def _ratio(found: compare.Difference) -> str:
+    interval = "" if found.low is None else f" [{found.low:.3f}, {found.high:.3f}]"
+    return f"{found.mean:.3f}{interval}"
 
 
 def _alike(found: list[Cell], name: Names, key: Callable[[Cell], Any]) -> list[tuple[Any, str]]:

@@ -173,6 +173,7 @@ def summarise(run: RunRecord) -> RunSummary:
     vram = memory if run.meter == "vram" else None
     samples = sum(epoch.samples_seen for epoch in run.epochs)
     probed = any(epoch.probe_seconds for epoch in run.epochs)
+    splits = [split_seconds(run, epoch) for epoch in last]
     return RunSummary(
         seed=run.seed,
         accuracy_percent=accuracy,
@@ -196,7 +197,7 @@ def summarise(run: RunRecord) -> RunSummary:
         steps_skipped=run.steps_skipped,
         epochs=len(run.epochs),
         budget_bytes=run.budget_bytes,
-        split_seconds={part: _mean_of_all([split_seconds(run, epoch)[part] for epoch in last]) for part in PARTS},
+        split_seconds={part: _mean_of_all([split[part] for split in splits]) for part in PARTS},
         verdict=None if run.split is None else run.split.verdict,
         score_thirds=thirds(epoch_scores(run)),
         cost_thirds=thirds(_epoch_costs(run)),

@@ -60,7 +60,11 @@ def table1(results: Results) -> Table:
     scores = SCORE_TEXT if any(cell.mean("score") for cell in sheet.cells) else NO_SCORE_TEXT
     noise = [NOISE_TEXT] if any(len(cell.summaries) > 1 for cell in sheet.cells) else []
     text = [TIME_TEXT, *noise, footers.timing_text(sheet.cells), scores, *_memory_texts(sheet, True), BATCH_TEXT]
-    return _table("Table 1: performance and efficiency", text, sheet, _row1)
+    return _table("Table 1: performance and efficiency", text, sheet, _row1, _of_epochs)
+
+
+def _of_epochs(found: list[Cell], name: footers.Names) -> list[str]:
+    return [*footers.splits(found, name), *footers.trends(found, name)]
 
 
 def table2(results: Results) -> Table:
@@ -115,6 +119,7 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
     for name, quantity in (("score", "score"), ("score_percent", "score_percent"), ("batch_samples", "batch_mean")):
         data |= _spread(name, cell.mean(quantity))
     data |= {"score_propagated_std": _propagated_score(cell), "train_seconds_noise": noise}
+    data |= _split_data(cell) | _trend_data(cell)
     data |= dict(zip(("batch_samples_min", "batch_samples_max"), _batch_range(cell), strict=True))
     data |= {"layers_requested": footers.requested_layers(cell), "layers_executed": footers.executed_layers(cell)}
     data |= _spread("skipped_steps", cell.mean("steps_skipped")) | _spread("budget_bytes", budget)
@@ -161,7 +166,13 @@ def _row2(cell: Cell, sheet: Sheet) -> _Row:
     return _Row(cell, shown, data, notes)
 
 
-def _table(title: str, text: list[str], sheet: Sheet, make_row: Callable[[Cell, Sheet], _Row]) -> Table:
+def _table(
+    title: str,
+    text: list[str],
+    sheet: Sheet,
+    make_row: Callable[[Cell, Sheet], _Row],
+    further: Callable[[list[Cell], footers.Names], list[str]] = lambda found, name: [],
+) -> Table:
     # Made from every cell, then cut, so that a table without rows keeps its columns.
     every = [make_row(cell, sheet) for cell in sheet.found]
     belonging = set(map(id, sheet.cells))
@@ -180,6 +191,7 @@ def _table(title: str, text: list[str], sheet: Sheet, make_row: Callable[[Cell, 
         *footers.estimators(found, sheet.name),
         *footers.idle_controllers(found, sheet.name),
         *footers.schedules(found, sheet.name),
+        *further(found, sheet.name),
         *footers.company(found, sheet.name),
         *(footers.budgets(found, sheet.name) if sheet.budget_header in header else ()),
         *([TENSORS_NOTE] if sheet.meters_differ else ()),
@@ -284,6 +296,25 @@ def _memory_data(cell: Cell) -> dict[str, Any]:
     data = {"meter": cell.meter} | _spread("vram_peak_bytes", vram) | _spread("tensor_peak_bytes", tensors)
     for quantity in ("reserved_bytes", "probe_peak_bytes"):
         data |= _spread(quantity, cell.mean(quantity))
+    return data
+
+
+def _split_data(cell: Cell) -> dict[str, Any]:
+    """Seconds of an epoch by part. Those of probes have columns of their own."""
+    verdicts = sorted({summary.verdict for summary in cell.summaries if summary.verdict})
+    means = footers.split_means(cell).items()
+    return {f"{part}_seconds_per_epoch": mean for part, mean in means if part != "probe"} | {
+        "verdict": " ".join(verdicts)
+    }
+
+
+def _trend_data(cell: Cell) -> dict[str, float | None]:
+    """The last third of epochs over the first, with its 95 % interval."""
+    data: dict[str, float | None] = {}
+    for name in ("score", "cost"):
+        found = footers.trend(cell, f"{name}_thirds")
+        for field in ("mean", "low", "high"):
+            data[f"{name}_trend_{field}"] = None if found is None else getattr(found, field)
     return data
 
 
