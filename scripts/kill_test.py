@@ -42,7 +42,7 @@ SWEEP = (
 METHODS = "fp32,amp,triaccel"
 CLOCKS = {
     "provenance", "resumed_at", "seconds", "first_use_seconds", "checkpoint_seconds", "train_seconds",
-    "evaluation_seconds", "probe_seconds", "capture_seconds",
+    "evaluation_seconds", "probe_seconds", "capture_seconds", "controller_seconds", "split",
 }  # fmt: skip
 VICTIMS, WEIGHTS = ("session", "command", "worker", "helper"), (3, 2, 3, 1)
 
@@ -146,11 +146,13 @@ def tables(root: Path) -> str:
     results = read_results([root])
     runs = []
     for run in results.runs:
-        epochs = [epoch.model_copy(update={"train_seconds": 1.0, "probe_seconds": 0.0}) for epoch in run.epochs]
+        clocks = {"train_seconds": 1.0, "probe_seconds": 0.0, "controller_seconds": 0.0}
+        epochs = [epoch.model_copy(update=clocks) for epoch in run.epochs]
         # Whoever edits the code meanwhile is told so by the tables.
         code = {"code_hash": None, "git_commit": None, "git_dirty": None}
         provenance = run.provenance.model_copy(update=code)
-        runs.append(run.model_copy(update={"epochs": epochs, "first_use_seconds": 1.0, "provenance": provenance}))
+        told = {"epochs": epochs, "first_use_seconds": 1.0, "provenance": provenance, "split": None}
+        runs.append(run.model_copy(update=told))
     whole = Results(tuple(sorted(runs, key=lambda run: (run.cell, run.seed))), results.problems)
     return to_markdown(table1(whole)) + to_markdown(table2(whole))
 
