@@ -15,6 +15,12 @@ from triaccel_bench.records import RunRecord, SplitRecord
 from triaccel_bench.split import verdict
 from triaccel_bench.stats import PARTS, split_seconds
 
+def alike(before, after) -> bool:
+    """Bit for bit; moments are NaN as long as nobody reads them."""
+    pairs = zip(before, after, strict=True)
+    return all(torch.equal(*(torch.nan_to_num(x, nan=-1e30) if x.is_floating_point() else x for x in p)) for p in pairs)
+
+
 MOVING = ["epochs=2", "method=triaccel_precision_batch", "method.control.interval=2"]
 
 
@@ -37,13 +43,13 @@ def test_a_run_ends_alike_with_and_without(monkeypatch):
         seen = [(e.train_loss, e.evaluation_loss, e.steps_skipped, e.captures) for e in record.epochs]
         ends.append([*state_of(made), torch.tensor(record.samples_applied), torch.tensor(seen)])
         assert (record.split is not None) == sampled
-    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    assert alike(*ends)
 
 
 @pytest.mark.parametrize("more", [
     ["method.update.in_backward=true"],
     ["method.precision.cpu_executes=requested", "method.dtype=bf16", "method.update.momentum_dtype=bf16"],
-    ["model=efficientnet_b0"],
+    ["model=efficientnet_b0"], ["method=amp", "method.dtype=bf16"],
 ])  # fmt: skip
 def test_steps_leave_no_trace_in_the_middle_of_a_run(more):
     made, _ = trainer(settings(*MOVING, *more))
@@ -53,7 +59,7 @@ def test_steps_leave_no_trace_in_the_middle_of_a_run(more):
     before = state_of(made)
     told = split.sample(made.engine, made.data.order[:16], made.method.decision.executed)
     after = state_of(made)
-    assert told.steps == split.STEPS and all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert told.steps == split.STEPS and alike(before, after)
 
 
 def test_without_undoing_a_run_would_end_otherwise(monkeypatch):
@@ -62,7 +68,7 @@ def test_without_undoing_a_run_would_end_otherwise(monkeypatch):
     before = state_of(made)
     monkeypatch.setattr(made.engine, "load_state_dict", lambda *state: None)
     split.sample(made.engine, made.data.order[:16], made.method.decision.executed)
-    assert any(not torch.equal(a, b) for a, b in zip(before, state_of(made), strict=True))
+    assert not alike(before, state_of(made))
 
 
 def slow(function, seconds):
@@ -205,7 +211,7 @@ def test_on_a_card_phases_are_the_devices_and_nothing_is_left_behind(name, more,
         before = state_of(made)
         told = split.sample(*found[0])
         after = state_of(made)
-    assert all(torch.equal(a, b) for a, b in zip(before, after)) and len(before) == len(after)
+    assert alike(before, after)
     assert told.reason is None or "within the backward pass" in told.reason
     assert told.clock == "device" and told.steps > 0 and told.launch_seconds > 0
     known = {phase: seconds for phase, seconds in told.phase_seconds.items() if seconds is not None}

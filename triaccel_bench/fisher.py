@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from triaccel_bench import life
-from triaccel_bench.gram import check_layers, gram, leading
+from triaccel_bench.gram import check_layers, gram
 from triaccel_bench.graphs import Replayed
 from triaccel_bench.kernels.loss import sampled_gradient
 from triaccel_bench.probe import (
@@ -32,6 +32,7 @@ from triaccel_bench.probe import (
     as_it_is,
     borrowed,
     classifier_output,
+    leading,
     output_gradients,
     started,
     tapped,

@@ -17,8 +17,7 @@ larger goes in chunks, of groups or (``direct``, one group) of input channels, o
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,15 +26,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triaccel_bench.kernels.depthwise import live_taps
-from triaccel_bench.kernels.eigenvalues import largest_eigenvalues
-from triaccel_bench.lanczos import Spectrum
 
-__all__ = ["Plan", "check_layers", "gradients", "gram", "leading", "plan", "products"]
+__all__ = ["Plan", "check_layers", "gradients", "gram", "plan", "products"]
 
 Way = Literal["positions", "direct"]
 
 LIMIT_BYTES = 16 * 2**20
-"""Temporary memory of one layer, beside a copy of ``dy``; small beside the activations of a training step."""
+"""Temporary memory of one layer, beside a copy of ``dy``: small beside the activations of a training step."""
 
 SHORTEST_PART, PARTIAL_ELEMENTS = 256, 2**18
 """Long rows are multiplied in parts, at least so long and of so many results in all: an N x N result is one tile."""
@@ -61,7 +58,7 @@ class Plan:
 
 
 @torch.no_grad()
-def gram(layer: nn.Module, x: Tensor, dy: Tensor, way: Way | None = None) -> Tensor:
+def gram(layer: nn.Module, x: Tensor, dy: Tensor, way: Way | None = None, limit: int = LIMIT_BYTES) -> Tensor:
     """``G[i, j] = <g_i, g_j>``, ``g_i`` the gradient of ``sum(y_i * dy_i)`` for the weight of ``layer``.
 
     Waits for nothing, and can be captured in a CUDA graph. Products round as ``torch.matmul`` does in the
@@ -70,11 +67,13 @@ def gram(layer: nn.Module, x: Tensor, dy: Tensor, way: Way | None = None) -> Ten
     Args:
         layer: ``nn.Conv2d`` (any groups, stride, dilation and zero padding) or ``nn.Linear``.
         x: what it read: (N, C, H, W) in any memory layout, or (N, ..., F); FP16, BF16, FP32 or FP64.
-        dy: gradient of the samples' summed losses for its output, of the output's shape; of those dtypes.
+        dy: gradient of the samples' summed losses for its output, of the output's shape; of those dtypes. Or
+            (N R, ...), R gradients of each sample one after another, which count as samples of their own.
         way: ``plan`` chooses where ``None``.
+        limit: bytes of temporary memory, where a single chunk needs no more.
 
     Returns:
-        (N, N) in FP32, or FP64 where ``x`` is.
+        (N, N), or (N R, N R), in FP32, or in FP64 where ``x`` is.
 
     Raises:
         ValueError: another layer, padding that is not zeros, or tensors that are not its input and output gradient.
@@ -86,14 +85,19 @@ def gram(layer: nn.Module, x: Tensor, dy: Tensor, way: Way | None = None) -> Ten
     if x.device != dy.device:
         raise ValueError(f"dy: expected a tensor on {x.device} like x, got one on {dy.device}; move it there")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    chosen = _plan(case, dtype.itemsize, way)
+    chosen = _plan(case, dtype.itemsize, way, limit)
     if not case.taps:
         return torch.zeros(case.samples, case.samples, dtype=dtype, device=x.device)
     if isinstance(layer, nn.Linear):
         x, dy = _as_images(x), _as_images(dy)
+    if case.by_channel(chosen.way):
+        # Of several gradients a sample, channels are to lie beside one another in every chunk.
+        dy = dy.to(dtype, memory_format=torch.preserve_format if case.repeats == 1 else torch.contiguous_format)
+    elif case.repeats > 1:
+        x = _repeated(x, case.repeats)
     total = None
     with torch.autocast(x.device.type, enabled=False):
-        for x_part, dy_part in _chunks(x, dy.to(dtype) if case.by_channel(chosen.way) else dy, case, chosen):
+        for x_part, dy_part in _chunks(x, dy, case, chosen):
             if chosen.way == "positions":
                 value = _by_positions(x_part, dy_part, case, dtype)
             else:
@@ -127,10 +131,15 @@ def products(rows: Tensor) -> Tensor:
 
 
 def plan(
-    layer: nn.Module, x_shape: tuple[int, ...], dy_shape: tuple[int, ...], itemsize: int = 4, way: Way | None = None
+    layer: nn.Module,
+    x_shape: tuple[int, ...],
+    dy_shape: tuple[int, ...],
+    itemsize: int = 4,
+    way: Way | None = None,
+    limit: int = LIMIT_BYTES,
 ) -> Plan:
     """How ``gram`` computes tensors of these shapes, in elements of ``itemsize`` bytes; raises what it raises."""
-    return _plan(_case(layer, tuple(x_shape), tuple(dy_shape)), itemsize, way)
+    return _plan(_case(layer, tuple(x_shape), tuple(dy_shape)), itemsize, way, limit)
 
 
 def check_layers(layers: Mapping[str, nn.Module]) -> None:
@@ -149,28 +158,9 @@ def check_layers(layers: Mapping[str, nn.Module]) -> None:
         )
 
 
-def leading(matrices: Tensor, sizes: Sequence[int], k: int, backend: str = "torch") -> tuple[Spectrum, ...]:
-    """The ``min(k, n)`` largest eigenvalues of positive semidefinite blocks, from matrices with the same ones beside 0.
-
-    Args:
-        matrices: (L, M, M); a block for one that is not finite is empty.
-        sizes: n of each block.
-        backend: as ``largest_eigenvalues`` takes it.
-    """
-    values = largest_eigenvalues(matrices, min(k, matrices.shape[1]), backend=backend).tolist()
-    spectra = []
-    for size, found in zip(sizes, values, strict=True):
-        top = [max(0.0, value) for value in (*found, *[0.0] * k)][: min(k, size)]
-        spectra.append(Spectrum((), 1, False) if math.isnan(found[0]) else Spectrum(tuple(top), 1, True))
-    return tuple(spectra)
-
-
 @dataclass(frozen=True)
 class _Axis:
-    """What the live taps of a kernel read along one dimension of an image.
-
-    ``before`` and ``after`` are the zeros around it, or, negative, the pixels that no tap meets.
-    """
+    """What live taps read along one dimension; ``before``, ``after``: zeros around it, or, negative, unread pixels."""
 
     size: int
     outputs: int
@@ -191,9 +181,13 @@ class _Axis:
 
 @dataclass(frozen=True)
 class _Case:
-    """Sizes of one layer's call; ``inputs`` and ``outputs`` are channels of one group."""
+    """Sizes of one layer's call; ``inputs`` and ``outputs`` are channels of one group.
+
+    ``samples`` are those of the output's gradient, ``repeats`` of them for each sample that was read.
+    """
 
     samples: int
+    repeats: int
     groups: int
     inputs: int
     outputs: int
@@ -247,24 +241,26 @@ def _case(layer: nn.Module, x_shape: tuple[int, ...], dy_shape: tuple[int, ...])
             raise ValueError(
                 f"x: expected images as large as the kernel, got {list(x_shape)}; pass what the layer read"
             )
-        expected = (x_shape[0], features, rows.outputs, columns.outputs)
+        expected = (features, rows.outputs, columns.outputs)
         groups = layer.groups
     elif isinstance(layer, nn.Linear):
         channels, features, groups = layer.in_features, layer.out_features, 1
         if len(x_shape) < 2 or x_shape[-1] != channels or 0 in x_shape:
             raise ValueError(f"x: expected [N, ..., {channels}], got {list(x_shape)}; pass what the layer read")
-        expected = (*x_shape[:-1], features)
+        expected = (*x_shape[1:-1], features)
         rows, columns = (_axis(size, 1, 1, 1, 0) for size in (torch.Size(x_shape[1:-1]).numel(), 1))
     else:
         raise ValueError(f"layer: expected nn.Conv2d or nn.Linear, got {type(layer).__name__}; leave it out")
-    if dy_shape != expected:
+    count = dy_shape[0] if dy_shape else 0
+    if dy_shape[1:] != expected or not count or count % x_shape[0]:
         raise ValueError(
-            f"dy: expected {list(expected)} for x {list(x_shape)}, got {list(dy_shape)}; pass the output's gradient"
+            f"dy: expected {[x_shape[0], *expected]} for x {list(x_shape)}, or several of each sample, got "
+            f"{list(dy_shape)}; pass the output's gradient"
         )
-    return _Case(x_shape[0], groups, channels // groups, features // groups, rows, columns)
+    return _Case(count, count // x_shape[0], groups, channels // groups, features // groups, rows, columns)
 
 
-def _plan(case: _Case, itemsize: int, way: Way | None) -> Plan:
+def _plan(case: _Case, itemsize: int, way: Way | None, limit: int) -> Plan:
     if way not in ("positions", "direct", None):
         raise ValueError(f"way: expected 'positions', 'direct' or None, got {way!r}; name one of them")
     n, spots, inputs, outputs = case.samples, case.positions, case.inputs, case.outputs
@@ -279,22 +275,30 @@ def _plan(case: _Case, itemsize: int, way: Way | None) -> Plan:
     sent = itemsize * n * outputs * spots
     group = n * inputs * channel + sent + 2 * itemsize * (n * spots) ** 2
     if way is None:
-        way = "positions" if positions_cost < direct_cost and group <= LIMIT_BYTES else "direct"
+        way = "positions" if positions_cost < direct_cost and group <= limit else "direct"
+    shared = case.repeats if case.by_channel(way) else 1
+    read = itemsize * n * case.groups * inputs * case.rows.size * case.columns.size
+    repeated = read if shared < case.repeats else 0
     if way == "positions":
-        chunk = _even(case.groups, LIMIT_BYTES // group)
-        return Plan(way, chunk, n, positions_cost, chunk * group + 3 * result)
+        chunk = _even(case.groups, limit // group)
+        return Plan(way, chunk, n, positions_cost, chunk * group + 3 * result + repeated)
 
     units, width = (inputs, 1) if case.by_channel(way) else (case.groups, inputs)
     windows = itemsize * (image + outputs * spots * case.taps) if case.depthwise else width * channel
+    windows = -(-windows // shared)
     gradient = itemsize * outputs * width * case.taps
     fixed = itemsize * max(PARTIAL_ELEMENTS, n * n) + 3 * result
-    chunk, samples = _even(units, (LIMIT_BYTES - fixed) // (n * (windows + gradient))), n
-    if n * (windows + gradient) + fixed > LIMIT_BYTES:
+    chunk, samples = _even(units, (limit - fixed) // (n * (windows + gradient))), n
+    if n * (windows + gradient) + fixed > limit:
         # Gradients exist twice while those of a few samples are joined.
         gradient *= 2
-        samples = _even(n, (LIMIT_BYTES - fixed - n * gradient) // windows)
+        samples = shared * _even(n // shared, (limit - fixed - n * gradient) // (shared * windows))
     return Plan(
-        way, chunk, samples, direct_cost, chunk * (samples * windows + n * gradient) + case.groups * sent + fixed
+        way,
+        chunk,
+        samples,
+        direct_cost,
+        chunk * (samples * windows + n * gradient) + case.groups * sent + fixed + repeated,
     )
 
 
@@ -307,6 +311,12 @@ def _even(count: int, most: int) -> int:
 def _as_images(value: Tensor) -> Tensor:
     """(N, ..., F) as (N, F, P, 1), a view of the same memory."""
     return value.reshape(value.shape[0], -1, 1, value.shape[-1]).permute(0, 3, 1, 2)
+
+
+def _repeated(x: Tensor, times: int) -> Tensor:
+    if _channels_last(x):
+        return x.movedim(1, -1).repeat_interleave(times, 0).movedim(-1, 1)
+    return x.repeat_interleave(times, 0)
 
 
 def _chunks(x: Tensor, dy: Tensor, case: _Case, chosen: Plan) -> Iterator[tuple[Tensor, Tensor]]:
@@ -356,7 +366,8 @@ def _by_positions(x: Tensor, dy: Tensor, case: _Case, dtype: torch.dtype) -> Ten
 
 def _by_gradients(x: Tensor, dy: Tensor, case: _Case, dtype: torch.dtype, samples: int) -> Tensor:
     one_each = _depthwise_gradients if case.depthwise else _gradients
-    few = [one_each(*pair, case, dtype) for pair in zip(x.split(samples), dy.split(samples))]
+    read = samples * len(x) // len(dy)
+    few = [one_each(*pair, case, dtype) for pair in zip(x.split(read), dy.split(samples))]
     return products(few[0] if len(few) == 1 else torch.cat(few))
 
 
@@ -368,7 +379,7 @@ def _gradients(x: Tensor, dy: Tensor, case: _Case, dtype: torch.dtype) -> Tensor
         seen = _matrices(windows.permute(0, 1, 3, 4, 5, 6, 2), dtype, matrices, case.positions, -1)
     else:
         seen = _matrices(windows.permute(0, 1, 2, 5, 6, 3, 4), dtype, matrices, -1, case.positions).mT
-    return torch.bmm(_matrices(dy, dtype, matrices, -1, case.positions), seen).view(windows.shape[0], -1)
+    return torch.bmm(_matrices(dy, dtype, matrices, -1, case.positions), seen).view(len(dy), -1)
 
 
 def _depthwise_gradients(x: Tensor, dy: Tensor, case: _Case, dtype: torch.dtype) -> Tensor:

@@ -26,7 +26,7 @@ import torchvision
 from torch import Tensor, nn
 
 from triaccel_bench import life, models
-from triaccel_bench.gram import check_layers, gradients, gram, leading, products
+from triaccel_bench.gram import check_layers, gradients, gram, products
 from triaccel_bench.graphs import Replayed
 from triaccel_bench.lanczos import Spectrum, projections
 from triaccel_bench.probe import (
@@ -36,6 +36,7 @@ from triaccel_bench.probe import (
     as_it_is,
     borrowed,
     classifier_output,
+    leading,
     output_gradients,
     started,
     tapped,
@@ -46,6 +47,9 @@ from triaccel_bench.settings import MOST_JACOBIAN_ROWS, CurvatureSettings
 
 GROUP_BYTES = 12 * 2**20
 """What may be kept of the backward passes of several layers; others need passes of their own."""
+
+LIMIT_BYTES = 8 * 2**20
+"""Temporary memory for the Gram matrix of one layer, at the moment at which most is held."""
 
 STEPS = 32
 """Of Lanczos on a CUDA device, where no dense solver is fast between 32 and a few thousand rows."""
@@ -256,7 +260,7 @@ class _Rows:
             self._held = torch.empty(shape, dtype=dtype, device=value.device)
             if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
                 self._held = self._held.to(memory_format=torch.channels_last)
-        self._held[index * count : (index + 1) * count] = value
+        self._held[index :: self._classes] = value
 
     def products(self) -> Tensor:
         if self._held is None:
@@ -264,4 +268,4 @@ class _Rows:
         with _tensor_cores():
             if self._directly:
                 return products(self._held)
-            return gram(self._layer, torch.cat([self._x] * self._classes), self._held)
+            return gram(self._layer, self._x, self._held, limit=LIMIT_BYTES)

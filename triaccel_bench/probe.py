@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
+from triaccel_bench.kernels.eigenvalues import largest_eigenvalues
 from triaccel_bench.lanczos import Spectrum
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "borrowed",
     "classifier_output",
     "detached",
+    "leading",
     "leaving_no_trace",
     "output_gradients",
     "started",
@@ -280,3 +283,19 @@ def weight_names(module: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str
             )
         names[name] = known[id(weight)]
     return names
+
+
+def leading(matrices: Tensor, sizes: Sequence[int], k: int, backend: str = "torch") -> tuple[Spectrum, ...]:
+    """The ``min(k, n)`` largest eigenvalues of positive semidefinite blocks, from matrices with the same ones beside 0.
+
+    Args:
+        matrices: (L, M, M); a block for one that is not finite is empty.
+        sizes: n of each block.
+        backend: as ``largest_eigenvalues`` takes it.
+    """
+    values = largest_eigenvalues(matrices, min(k, matrices.shape[1]), backend=backend).tolist()
+    spectra = []
+    for size, found in zip(sizes, values, strict=True):
+        top = [max(0.0, value) for value in (*found, *[0.0] * k)][: min(k, size)]
+        spectra.append(Spectrum((), 1, False) if math.isnan(found[0]) else Spectrum(tuple(top), 1, True))
+    return tuple(spectra)
