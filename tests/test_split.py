@@ -15,6 +15,7 @@ from triaccel_bench.records import RunRecord, SplitRecord
 from triaccel_bench.split import verdict
 from triaccel_bench.stats import PARTS, split_seconds
 
+
 def alike(before, after) -> bool:
     """Bit for bit; moments are NaN as long as nobody reads them."""
     pairs = zip(before, after, strict=True)

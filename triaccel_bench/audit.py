@@ -152,7 +152,7 @@ def _nearness(pair: tuple[float, float | None]) -> float:
 def _memory(run: RunRecord) -> Iterator[tuple[int, int | None]]:
     """Each metered epoch's peak and its bound."""
     shape = _shape(run)
-    widths, rerun = _widths(run), _setting(run, "model.checkpointing", False)
+    widths, rerun = _widths(run), bool(_setting(run, "model.checkpointing", False))
     for epoch in run.epochs:
         if run.meter != "off" and epoch.memory_peak_bytes is not None:
             least = shape and bounds.memory_bytes(shape, _classes(run), epoch.batch_min, widths, rerun)

@@ -37,11 +37,12 @@ class Checkpointed:
         return _Call(self.run).first(*inputs)
 
 
-def switch(module: nn.Module, on: bool) -> None:
-    """Set ``checkpointing`` of every block of ``module`` that can be checkpointed."""
-    for block in module.modules():
-        if isinstance(block, Checkpointed):
-            block.checkpointing = on
+def switch(module: nn.Module, on: bool | int) -> None:
+    """Set ``checkpointing`` of every block of ``module`` that can be checkpointed, or of so many first ones alone."""
+    blocks = [block for block in module.modules() if isinstance(block, Checkpointed)]
+    count = len(blocks) * on if isinstance(on, bool) else on
+    for place, block in enumerate(blocks):
+        block.checkpointing = place < count
 
 
 def switched_on(module: nn.Module) -> bool:

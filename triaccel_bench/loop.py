@@ -79,10 +79,10 @@ class TriAccel:
                 "method.batch.growth=noise: expected paper or model in a loop of your own, whose optimizer's momentum "
                 "is not read; set method.batch.growth=model"
             )
-        if settings.model.checkpointing:
+        if asked := settings.model.checkpointing:
             raise SettingsError(
-                "model.checkpointing=true: expected false in a loop of your own, whose blocks may draw or count "
-                "something that a second run would not repeat; use torch.utils.checkpoint in your model"
+                f"model.checkpointing={str(asked).lower()}: expected false in a loop of your own, whose blocks may "
+                "draw or count something that a second run would not repeat; use torch.utils.checkpoint in your model"
             )
         self._hardware = inspect(str(device), settings.kernels)
         self._network = models.describe(model)

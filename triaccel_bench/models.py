@@ -272,14 +272,18 @@ class _FusedConvNormActivation(Conv2dNormActivation):
         return _normalised(self[1], self[0](x), _ACTIVATION_NAMES[type(self[2])] if len(self) == 3 else "none")
 
 
-class _FusedResNet(ResNet):
+class _FusedResNet(Checkpointed, ResNet):
+    """Its stem is its first block: the largest images of all are what it keeps."""
+
     forked = False
     """Whether the stem's result goes in two to the first block, which reads it twice."""
 
-    def _forward_impl(self, x: Tensor) -> Tensor:
+    def run(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         x = _normalised(self.bn1, self.conv1(x), "relu", branches=2 if self.forked else 1)
-        x = x if isinstance(x, tuple) else self.maxpool(x)
-        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return x if isinstance(x, tuple) else self.maxpool(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer4(self.layer3(self.layer2(self.layer1(super().forward(x)))))
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
@@ -357,7 +361,7 @@ def _efficientnet_b0(num_classes: int) -> nn.Module:
     return torchvision.models.efficientnet_b0(num_classes=num_classes)
 
 
-class ResNet8(nn.Module):
+class ResNet8(Checkpointed, nn.Module):
     """CIFAR ResNet of He et al. (2016), section 4.2, with n = 1: three stages of one block, 16-32-64 channels."""
 
     def __init__(self, num_classes: int) -> None:
@@ -372,9 +376,11 @@ class ResNet8(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
+    def run(self, x: Tensor) -> Tensor:
+        return self.bn1(self.conv1(x), "relu")
+
     def forward(self, x: Tensor) -> Tensor:
-        x = self.bn1(self.conv1(x), "relu")
-        x = self.layer3(self.layer2(self.layer1(x)))
+        x = self.layer3(self.layer2(self.layer1(super().forward(x))))
         return self.fc(x.mean(dim=(2, 3)))
 
 

@@ -70,7 +70,7 @@ class ModelSettings(_Section):
     stem: Literal["imagenet", "cifar"]
     input_size: Annotated[int, Field(ge=8, le=MAX_PIXELS)]
     layout: Literal["nchw", "channels_last"]
-    checkpointing: bool
+    checkpointing: bool | Annotated[int, Field(ge=0, le=MAX_COUNT)]
     weights: PathText
 
 
