@@ -292,6 +292,9 @@ def common_options(description: str, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose names hold one of these")
     parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run of ours")
     parser.add_argument("--quick", action="store_true", help="a first look: few rows, few steps")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the rows that --out holds, of the same card and code"
+    )
     return parser
 
 
@@ -349,6 +352,13 @@ def run_benchmark(
         asked = " ".join(options.only)
         print(f"--only {asked}: expected part of a row's name, got none of a row that is measured", file=sys.stderr)
         return 2
+    rows: Figures = {}
+    if options.resume:
+        try:
+            rows = resumed(options.out, head)
+        except (ValueError, OSError) as error:
+            print(error, file=sys.stderr)
+            return 2
     try:
         images = load(compose(base).dataset)
     except REFUSALS as error:
@@ -367,6 +377,7 @@ def run_benchmark(
         data=options.data,
         overrides=options.override,
     )
+    bench.rows |= rows
     # As a run has it: the stream of captures also for all else.
     with torch.cuda.stream(graphs.stream(found.device)):
         for job in chosen:
@@ -375,6 +386,31 @@ def run_benchmark(
     (console if console.is_terminal else Console(width=TABLE_WIDTH)).print(bench.table())
     print(f"{len(bench.rows)} rows in {options.out}")
     return 1 if any(row["ok"] is False for row in bench.rows.values()) else 0
+
+
+def resumed(path: Path, head: dict[str, Any]) -> Figures:
+    """Rows that an earlier sitting left in ``path``, but for failed ones; ``head`` then says when that was.
+
+    Raises:
+        ValueError: they are of another card, code or extent, or nobody's.
+        OSError: there are none.
+    """
+    earlier = json.loads(path.read_text())
+    if not isinstance(earlier, dict) or not isinstance(earlier.get("rows"), list):
+        raise ValueError(
+            f"--resume: expected {path} to hold a benchmark's rows, got none; leave it out, or name another"
+        )
+    for key, value in head.items():
+        if key not in _OF_A_SITTING and earlier.get(key) != json.loads(json.dumps(value)):
+            raise ValueError(
+                f"--resume: expected figures of {key}={value} in {path}, got {earlier.get(key)}; leave it out, or name "
+                "another --out"
+            )
+    head["sittings"] = [*earlier.get("sittings", [earlier["date"]]), head["date"]]
+    return {row["name"]: row for row in earlier["rows"] if "error" not in row}
+
+
+_OF_A_SITTING = ("date", "commit", "changed_since_commit", "sittings")
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

@@ -208,6 +208,26 @@ def test_the_rivals_images_are_those_of_torchvision():
     assert pixels.shape == (3, 32, 32) and pixels.dtype == torch.float32 and label == int(data.y_train[3])
 
 
+def test_figures_of_an_earlier_sitting_are_kept_but_for_those_of_another_code(tmp_path, capsys):
+    path, jobs = tmp_path / "figures.json", [
+        Job({"first": "ms"}, lambda bench: {"first": {"value": 1.0}}),
+        Job({"second": "ms"}, lambda bench: {"second": {"value": bench.unknown}}),
+    ]  # fmt: skip
+    head = {"code_hash": "a" * 12, "date": "2026-01-01", "targets": ("x",)}
+    before = Bench(BASE, images(72), jobs, {}, head, path, 1, 1, device="cpu", say=lambda text: None)
+    for job in jobs:
+        before.run(job)
+    capsys.readouterr()
+    now = head | {"date": "2026-01-02"}
+    assert list(bench_rig.resumed(path, now)) == ["first"] and now["sittings"] == ["2026-01-01", "2026-01-02"]
+    for other in ({"code_hash": "b" * 12}, {"targets": ("x", "y")}, {"card": "T4"}):
+        with pytest.raises(ValueError, match=f"expected figures of {next(iter(other))}=.* in .*; leave it out"):
+            bench_rig.resumed(path, head | other)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="expected .* to hold a benchmark's rows"):
+        bench_rig.resumed(path, head)
+
+
 def test_without_a_gpu_it_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert bench_step.main(["--out", str(tmp_path / "step.json")]) == 2
