@@ -292,9 +292,7 @@ def common_options(description: str, out: str) -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="rows whose names hold one of these")
     parser.add_argument("--override", nargs="+", default=[], metavar="KEY=VALUE", help="settings of every run of ours")
     parser.add_argument("--quick", action="store_true", help="a first look: few rows, few steps")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep the rows that --out holds, of the same card and code"
-    )
+    parser.add_argument("--resume", action="store_true", help="keep rows that --out has, of this card and code")
     return parser
 
 
@@ -397,9 +395,7 @@ def resumed(path: Path, head: dict[str, Any]) -> Figures:
     """
     earlier = json.loads(path.read_text())
     if not isinstance(earlier, dict) or not isinstance(earlier.get("rows"), list):
-        raise ValueError(
-            f"--resume: expected {path} to hold a benchmark's rows, got none; leave it out, or name another"
-        )
+        raise ValueError(f"--resume: expected {path} to hold a benchmark's rows, got none; leave it out")
     for key, value in head.items():
         if key not in _OF_A_SITTING and earlier.get(key) != json.loads(json.dumps(value)):
             raise ValueError(
