@@ -30,6 +30,8 @@ PLAIN = ("method=amp", "method.dtype=bf16")
 ELASTIC = ("method=triaccel_plus", "method.batch.growth=model", "memory.budget=fp32", "method.control.interval=50")
 CHECKPOINTED = {"resnet18": ("model.checkpointing=true",)}
 """For a batch that is to grow fourfold within memory most of which weights take."""
+BUDGET_WITHIN = 1.1
+"""Factor within which the budget, FP32's first steps, and the peak of an FP32 run have to agree."""
 TURNS = 2
 """In which the plain step and the one of less memory are timed one after the other."""
 TARGETS = {f"oom/{model}/{phase}": ("==", 1.0) for model in MODELS for phase in PHASES} | {
@@ -79,14 +81,20 @@ def elastic(bench: Bench, model: str, epochs: int) -> Figures:
     plain = bench.trainer(f"model={model}", "method=fp32", "epochs=3")
     plain.train()
     fp32_s = statistics.median(epoch.train_seconds for epoch in plain.run.epochs[1:])
+    fp32_peaks = [epoch.memory_peak_bytes for epoch in plain.run.epochs]
     del plain
     made = bench.trainer(f"model={model}", *ELASTIC, *CHECKPOINTED.get(model, ()), f"epochs={epochs}")
     trace = made.train()
     run, last = made.run, made.run.epochs[-1]
     settled = [epoch.train_seconds for epoch in run.epochs if epoch.batch_min == epoch.batch_max == last.batch_max]
     peaks = [epoch.memory_peak_bytes for epoch in run.epochs]
-    if None in peaks or run.budget_bytes is None:
+    if None in peaks or None in fp32_peaks or run.budget_bytes is None:
         raise RuntimeError(f"no memory was measured: {run.meter_reason}")
+    if not 1 / BUDGET_WITHIN <= run.budget_bytes / max(fp32_peaks) <= BUDGET_WITHIN:
+        raise RuntimeError(
+            f"expected a budget of FP32's peak, which a run of its own puts at {max(fp32_peaks)} bytes, got "
+            f"{run.budget_bytes}: something else was on the card"
+        )
     errors = prediction_errors(trace, made.settings.method.batch)
     seconds = statistics.median(settled) if settled else None
     besides = {"accuracy_percent": last.evaluation_accuracy_percent, "epochs_there": len(settled)}
@@ -97,6 +105,7 @@ def elastic(bench: Bench, model: str, epochs: int) -> Figures:
         f"elastic/peak_over_budget/{model}": {
             "value": max(peaks) / run.budget_bytes,
             "budget_gb": run.budget_bytes / 1e9,
+            "fp32_gb": max(fp32_peaks) / 1e9,
             "by_epoch": [round(peak / run.budget_bytes, 3) for peak in peaks],
         },
         f"predicted/{model}": {

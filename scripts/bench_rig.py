@@ -111,6 +111,8 @@ class Bench:
 
     def trainer(self, *overrides: str, kernels: str = "auto", emit: Callable = lambda kind, payload: None) -> Trainer:
         """A trainer of this configuration on the benchmark's images; its engine can be stepped without its loop."""
+        # The one before may hold its memory until its cycles are found, and would be part of this one's figures.
+        gc.collect()
         settings = compose([*self._base, *overrides])
         hardware = self.hardware if kernels == "auto" else inspect(self._device_text, kernels)
         run = planned_run(settings.model_dump(mode="json"), SEED, "benchmark", RESULTS_VERSION)

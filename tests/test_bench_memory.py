@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tiny import BASE, images
 
-from triaccel_bench import rungs
+from triaccel_bench import assembly, rungs
 from triaccel_bench.configuration import compose
 from triaccel_bench.records import DecisionTrace, Trace
 
@@ -95,3 +95,9 @@ def test_a_run_that_follows_its_budget_tells_where_it_settles():
     assert found[f"elastic/batch/{MODEL}"]["value"] >= 8
     assert found[f"elastic/peak_over_budget/{MODEL}"]["value"] > 0
     assert found[f"elastic/epoch_over_fp32/{MODEL}"]["fp32_s"] > 0
+
+
+def test_a_budget_that_is_not_fp32s_peak_is_told(monkeypatch):
+    monkeypatch.setattr(assembly, "resolve_budget", lambda *given: (10**12, "someone else's"))
+    with pytest.raises(RuntimeError, match="expected a budget of FP32's peak, .* got 1000000000000"):
+        bench_memory.elastic(bench(), MODEL, epochs=1)
