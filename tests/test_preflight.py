@@ -309,6 +309,15 @@ def test_a_disk_has_room_for_records_and_checkpoints(monkeypatch, free, verdict)
     assert check.verdict == verdict and f"{free} MB are free" in check.finding
 
 
+def test_the_disk_of_a_scratch_folder_is_looked_at_too(monkeypatch, tmp_path):
+    free = {"scratch": 1000, "root": 10**12}
+    monkeypatch.setattr(preflight, "free_bytes", lambda path: free[path.name])
+    folders = [f"results.scratch={tmp_path / 'scratch'}", f"results.root={tmp_path / 'root'}"]
+    report = look([cell("dataset=synthetic", "device=cpu", *folders)], thorough=True)
+    assert [check.verdict for check in report.checks if check.name == "disk"] == ["fails", "ok"]
+    assert "results.scratch" in next(check.remedy for check in report.checks if check.verdict == "fails")
+
+
 def test_a_report_is_a_table_on_a_terminal_and_whole_lines_elsewhere():
     report = Report((Check("disk", "ok", "much room"), Check("data", "fails", "no file", "add it", (0, 2))))
     assert preflight.lines(report) == [

@@ -54,9 +54,10 @@ def look(cells: Sequence[Settings], thorough: bool) -> Report:
     checks += _tracker([i for i, s in numbered if s.tracker == "tensorboard"])
     for scratch in dict.fromkeys(s.results.scratch for s in cells if s.results.scratch is not None):
         members = [(i, s) for i, s in numbered if s.results.scratch == scratch]
-        checks.append(preflight.folder("scratch", Path(scratch), "results.scratch", _numbers(members)))
+        checks += _written("scratch", "results.scratch", Path(scratch), members, shapes, thorough)
     for root in dict.fromkeys(settings.results.root for settings in cells):
-        checks += _results(Path(root), [(i, s) for i, s in numbered if s.results.root == root], shapes, thorough)
+        members = [(i, s) for i, s in numbered if s.results.root == root]
+        checks += _written("folder", "results.root", Path(root), members, shapes, thorough)
     return Report(tuple(checks), devices)
 
 
@@ -341,9 +342,10 @@ def _price(settings: Settings, network: models.Network, number: int) -> Check:
     return Check("curvature", "ok", f"{turns} by double backward, as many as fit {share}")
 
 
-def _results(root: Path, members: Members, shapes: _Shapes, thorough: bool) -> list[Check]:
+def _written(name: str, key: str, root: Path, members: Members, shapes: _Shapes, thorough: bool) -> list[Check]:
+    """A folder that ``members`` write their records and checkpoints to, and its disk."""
     numbers = _numbers(members)
-    written = preflight.folder("folder", root, "results.root", numbers)
+    written = preflight.folder(name, root, key, numbers)
     if written.verdict == "fails":
         return [written]
     records = preflight.RECORD_BYTES * sum(len(settings.seeds) for _, settings in members)
@@ -353,4 +355,4 @@ def _results(root: Path, members: Members, shapes: _Shapes, thorough: bool) -> l
     sizes = [shapes.of(settings.model, settings.dataset.num_classes) for settings in keeping]
     # Weights and momentum; the old file is there until the new one is whole.
     checkpoints = 2 * max((shape.resident + shape.parameters for shape in sizes), default=0)
-    return [written, preflight.space(root, records, checkpoints, numbers)]
+    return [written, preflight.space(root, key, records, checkpoints, numbers)]

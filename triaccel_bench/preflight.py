@@ -131,11 +131,11 @@ def folder(name: str, path: Path, key: str, cells: Iterable[int]) -> Check:
     return Check(name, "ok", f"{path} can be written", cells=tuple(cells))
 
 
-def space(path: Path, records: int, checkpoints: int, cells: Iterable[int]) -> Check:
-    """Whether the disk below ``results.root`` has room for so many bytes of records, and of checkpoints."""
+def space(path: Path, key: str, records: int, checkpoints: int, cells: Iterable[int]) -> Check:
+    """Whether the disk below the folder that ``key`` names has room for so many bytes of records, and of checkpoints."""
     free = free_bytes(path)
     needs = f"{path}: runs write up to {megabytes(records)} of records and {megabytes(checkpoints)} of checkpoints"
-    finding, remedy = f"{needs}, {megabytes(free)} are free", "free space there or name another disk by results.root"
+    finding, remedy = f"{needs}, {megabytes(free)} are free", f"free space there or name another disk by {key}"
     if free < records:
         return Check("disk", "fails", finding, remedy, tuple(cells))
     if free < records + checkpoints:

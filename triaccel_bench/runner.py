@@ -213,7 +213,7 @@ def _run_turn(
             return Outcome(label, seed, "done", None, path, reused=True, number=number)
         if obstacle is not None:
             raise Refused(obstacle)
-        room = space(folder, RECORD_BYTES, 0, ())
+        room = space(folder, "results.root", RECORD_BYTES, 0, ())
         if settings.preflight != "off" and room.verdict == "fails":
             # Runs before this one, or others, have filled the disk; it would train for nothing.
             raise Refused(room.sentence)
