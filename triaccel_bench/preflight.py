@@ -132,7 +132,7 @@ def folder(name: str, path: Path, key: str, cells: Iterable[int]) -> Check:
 
 
 def space(path: Path, key: str, records: int, checkpoints: int, cells: Iterable[int]) -> Check:
-    """Whether the disk below the folder that ``key`` names has room for so many bytes of records, and of checkpoints."""
+    """Whether the disk of the folder that ``key`` names has room for so many bytes of records, and of checkpoints."""
     free = free_bytes(path)
     needs = f"{path}: runs write up to {megabytes(records)} of records and {megabytes(checkpoints)} of checkpoints"
     finding, remedy = f"{needs}, {megabytes(free)} are free", f"free space there or name another disk by {key}"
