@@ -82,7 +82,7 @@ LEVELS = {
         "series",
         "split",
     },
-    5: {"assembly", "loop", "charts"},
+    5: {"assembly", "loop", "charts", "scenes"},
     6: {"trainer", "figures"},
     7: {"worker"},
     8: {"child"},
