@@ -52,7 +52,10 @@ class Chart:
     """What one chart shows: a row's label and its figures in the table's frame, a panel for each quantity."""
 
     stem: str
-    title: str
+    table: str
+    """The table's title."""
+    group: str
+    """Data set and model."""
     panels: tuple[Panel, ...]
     rows: tuple[tuple[str, dict[str, Any]], ...]
     printed: bool
@@ -84,9 +87,8 @@ def _charts(name: str, table: Table, of_vram: tuple[Panel, ...], of_tensors: tup
             notes.append("The paper prints no figures for these settings of data set and model.")
         if _ACCURACY in panels and _SCORE not in panels:
             notes.append("No scores: they need VRAM.")
-        title = f"{table.title}: {', '.join(labels)}"
         file = stem(name, rows[0][1]["dataset"], rows[0][1]["model"])
-        yield Chart(file, title, panels, tuple(rows), printed, tuple(notes))
+        yield Chart(file, table.title, ", ".join(labels), panels, tuple(rows), printed, tuple(notes))
 
 
 def missing(panel: Panel, data: dict[str, Any]) -> str:
@@ -111,7 +113,7 @@ def drawn(chart: Chart) -> Any:
     handles = [Patch(facecolor=MEASURED, edgecolor="black", label=MEASURED_LABEL)]
     if chart.printed:
         handles.append(Patch(facecolor=PAPER, edgecolor="black", hatch="////", label=PAPER_LABEL))
-    style.titled(figure, chart.title, handles)
+    style.titled(figure, f"{chart.table}: {chart.group}", handles)
     style.noted(figure, chart.notes)
     return figure
 
