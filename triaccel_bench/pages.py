@@ -303,9 +303,9 @@ def decisions(page: RunPage, most: int) -> Table | None:
     )
     footers = [f"Cut for the size of this page: the first {most} of {len(rows)} are shown."] * (len(rows) > most)
     columns = {name: [row[name] for row in rows[:most]] for name in _DECISION}
-    if columns["Executed"] == columns["Asked for"]:
-        columns["Executed"] = []
     told = {name: texts for name, texts in columns.items() if any(texts)}
+    if columns["Executed"] == columns["Asked for"]:
+        told.pop("Executed", None)
     return _table("", caption, tuple(told), list(zip(*told.values())), footers)
 
 

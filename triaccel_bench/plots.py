@@ -38,20 +38,23 @@ def tables(found: Iterator[charts.Chart]) -> Iterator[Picture]:
 
 
 def _bars(panel: charts.Panel, chart: charts.Chart) -> Panel:
-    columns: dict[str, list[Any]] = {name: [] for name in ("row", "whose", "value", "low", "high", "end", "text")}
-    labels = [f"{label}, n = {data['n']}" for label, data in chart.rows]
+    columns: dict[str, list[Any]] = {
+        name: [] for name in ("row", "whose", "seeds", "value", "low", "high", "end", "text")
+    }
+    alike = len({data["n"] for _, data in chart.rows}) == 1
+    labels = [label if alike else f"{label}, n = {data['n']}" for label, data in chart.rows]
     for label, (_, data) in zip(labels, chart.rows):
         value, std = (data[name] * panel.factor if name and data[name] is not None else None for name in (
             panel.measured, panel.spread
         ))  # fmt: skip
         spread = "" if std is None else f" ± {std:.{panel.decimals}f}"
         text = charts.missing(panel, data) if value is None else f"{value:.{panel.decimals}f}{spread}"
-        _append(columns, label, "measured", value, std, text)
+        _append(columns, label, "measured", data["n"], value, std, text)
         printed = data[panel.printed]
         if printed is not None:
-            _append(columns, label, "paper", printed, None, f"{printed:.{panel.decimals_printed}f}")
+            _append(columns, label, "paper", None, printed, None, f"{printed:.{panel.decimals_printed}f}")
         elif any(other[panel.printed] is not None for _, other in chart.rows) and text != "baseline":
-            _append(columns, label, "paper", None, None, "not printed")
+            _append(columns, label, "paper", None, None, None, "not printed")
     ends = [abs(end) for end in columns["end"]]
     reach = 1.6 * (max(ends) or 1.0)
     least = -reach if min(columns["end"]) < 0 else 0.0
@@ -81,7 +84,9 @@ def _bars(panel: charts.Panel, chart: charts.Chart) -> Panel:
                         "scale": {"domain": ["measured", "paper"], "range": [charts.MEASURED, charts.PAPER]},
                         "legend": None,
                     },
-                    "tooltip": vegalite.tooltip({"row": "Row", "whose": "Whose", "text": panel.axis}, {}),
+                    "tooltip": vegalite.tooltip(
+                        {"row": "Row", "whose": "Whose", "text": panel.axis}, {"seeds": "Seeds"}
+                    ),
                 },
             },
             {
@@ -99,11 +104,17 @@ def _bars(panel: charts.Panel, chart: charts.Chart) -> Panel:
 
 
 def _append(
-    columns: dict[str, list[Any]], row: str, whose: str, value: float | None, std: float | None, text: str
+    columns: dict[str, list[Any]],
+    row: str,
+    whose: str,
+    seeds: int | None,
+    value: float | None,
+    std: float | None,
+    text: str,
 ) -> None:
     low, high = (None, None) if value is None or std is None else (value - std, value + std)
     end = 0.0 if value is None else max(high if high is not None else value, 0.0)
-    for name, each in zip(columns, (row, whose, value, low, high, end, text)):
+    for name, each in zip(columns, (row, whose, seeds, value, low, high, end, text)):
         columns[name].append(each)
 
 

@@ -26,8 +26,10 @@ from triaccel_bench.vegalite import Picture
 
 FILE = "report.html"
 MAX_BYTES = 6_000_000
-HALVINGS = 12
-"""Of the detail, until the page is small enough."""
+OVERVIEW_BYTES = 4_000_000
+"""Of these the most that all but the runs' pages takes, where thinning out can bring that about."""
+_SENTENCES = 1000
+"""Kept for what is said of pages that have no room."""
 LIBRARIES = {"jinja2": "jinja2", "vl_convert": "vl-convert-python", "itables": "itables"}
 """Packages by the module that each brings: the page, what draws in it, what sorts in it."""
 
@@ -40,73 +42,128 @@ class NoLibrary(Exception):
 
 
 @dataclass(frozen=True)
-class Detail:
+class _Overview:
     """The most of everything of which there may be any number."""
 
-    points: int = 400
-    """Of a line in a picture of all runs, and columns of a map of layers."""
-    run_points: int = 200
-    epochs: int = 400
-    decisions: int = 120
-    settings: bool = True
-    """Whether a run's page lists all of its settings."""
-    runs: int = 4000
-    """That have a page."""
+    points: int
+    """Of a line in a picture, and columns of a map of layers."""
+    rows: int
+    """Of a table."""
 
-    def halved(self) -> Detail:
-        counts = (self.points, self.run_points, self.epochs, self.decisions)
-        points, run_points, epochs, decisions = (max(2, count // 2) for count in counts)
-        return Detail(points, run_points, epochs, decisions, settings=False, runs=max(1, self.runs // 2))
+
+@dataclass(frozen=True)
+class _Run:
+    """The same of one run's page."""
+
+    points: int
+    epochs: int
+    decisions: int
+    settings: bool
+    """Whether all of them are listed."""
+
+
+_OVERVIEWS = (_Overview(400, 10**6), *(_Overview(200 // 2**n, 10**6 if n < 3 else 4000 // 2**n) for n in range(7)))
+_RUNS = (_Run(200, 400, 120, True), _Run(100, 100, 60, False), _Run(50, 30, 20, False), _Run(20, 10, 8, False))
+"""From all that is of use to the least."""
 
 
 def report(results: Results, margin: float = MARGIN) -> bytes:
-    """The page, below ``MAX_BYTES``; where that takes thinning out, it says so.
+    """The page, of ``MAX_BYTES`` at most; where that takes thinning out, it says so.
 
     Raises:
         NoLibrary: what the page is made with is not installed.
     """
-    detail, traces = Detail(), Traces(results)
-    content = _rendered(results, traces, margin, detail)
-    for _ in range(HALVINGS):
-        if len(content) < MAX_BYTES:
+    environment, traces, sheet = _environment(), Traces(results), Sheet(results, method_label)
+    groups, runs = series.groups(sheet), pages.run_pages(sheet, traces)
+    anchors = [page.anchor for page in runs]
+    told = _told(results, margin, runs) | {"groups": groups, "sheet": sheet, "traces": traces}
+    for most in _OVERVIEWS:
+        frame = _framed(environment, told, most, anchors, [])
+        if len(frame) <= OVERVIEW_BYTES:
             break
-        detail = detail.halved()
-        content = _rendered(results, traces, margin, detail)
-    return content
+    for detail in _RUNS:
+        written = list(_fitting(environment, runs, groups, detail, MAX_BYTES - len(frame)))
+        if len(written) == len(runs):
+            break
+    if 0 < (count := len(written)) < len(runs):
+        # What was the next run has no page.
+        written[-1] = _written(environment, runs[:count], count - 1, groups, detail)
+    return _framed(environment, told, most, anchors[:count], written)
 
 
-def _rendered(results: Results, traces: Traces, margin: float, detail: Detail) -> bytes:
-    environment = _environment()
-    sheet = Sheet(results, method_label)
-    groups = series.groups(sheet)
+def _fitting(
+    environment: Any, runs: Sequence[pages.RunPage], groups: Sequence[Group], detail: _Run, room: int
+) -> Iterator[str]:
+    """Pages, until the next one has no room."""
+    for place in range(len(runs)):
+        text = _written(environment, runs, place, groups, detail)
+        room -= len(text.encode()) + 1
+        if room < _SENTENCES:
+            return
+        yield text
+
+
+def _told(results: Results, margin: float, runs: Sequence[pages.RunPage]) -> dict[str, Any]:
+    """What is the same at any detail."""
     first, second = table1(results), table2(results)
-    runs = pages.run_pages(sheet, traces)
-    shown = runs[: detail.runs]
+    return {
+        "libraries": _libraries(),
+        "style": (_PAGE / "report.css").read_text(encoding="utf-8"),
+        "script": (_PAGE / "report.js").read_text(encoding="utf-8"),
+        "problems": results.problems,
+        "devices": sorted({run.provenance.device_name for run in results.runs if run.provenance}),
+        "statuses": _counted([run.status for run in results.runs]),
+        "count": len(runs),
+        "environments": pages.environments(results.runs),
+        "unknown_machines": sum(run.provenance is None for run in results.runs),
+        "table1": first,
+        "table2": second,
+        "differences": differences(results, margin),
+        "bars1": list(plots.tables(charts.table1_charts(first))),
+        "bars2": list(plots.tables(charts.table2_charts(second))),
+        "audit": audit_table(),
+        "audit_records": records_table(results),
+        "index": pages.index(runs),
+    }
+
+
+def _framed(
+    environment: Any, told: dict[str, Any], most: _Overview, anchors: Sequence[str], written: Sequence[str]
+) -> bytes:
+    """The overview with these runs' pages; runs beyond ``anchors`` have none."""
+    groups, sheet, traces = told["groups"], told["sheet"], told["traces"]
     text = environment.get_template("report.html").render(
-        libraries=_libraries(),
-        style=(_PAGE / "report.css").read_text(encoding="utf-8"),
-        script=(_PAGE / "report.js").read_text(encoding="utf-8"),
-        problems=results.problems,
-        devices=sorted({run.provenance.device_name for run in results.runs if run.provenance}),
-        statuses=_counted([run.status for run in results.runs]),
-        environments=pages.environments(results.runs),
-        unknown_machines=sum(run.provenance is None for run in results.runs),
-        table1=first,
-        table2=second,
-        differences=differences(results, margin),
-        bars1=list(plots.tables(charts.table1_charts(first))),
-        bars2=list(plots.tables(charts.table2_charts(second))),
-        accuracy=[plots.accuracy(group, sheet, detail.points) for group in groups],
-        memory=[plots.memory(group, sheet, traces, detail.points) for group in groups],
-        layers=list(_layers(groups, sheet, traces, detail.points)),
-        audit=audit_table(),
-        audit_records=records_table(results),
-        index=pages.index(runs),
-        anchors=[page.anchor for page in shown] + [None] * (len(runs) - len(shown)),
-        runs=[_run(page, groups, detail) for page in shown],
-        unshown=len(runs) - len(shown),
+        told,
+        accuracy=[plots.accuracy(group, sheet, most.points) for group in groups],
+        memory=[plots.memory(group, sheet, traces, most.points) for group in groups],
+        layers=list(_layers(groups, sheet, traces, most.points)),
+        most_rows=most.rows,
+        anchors=anchors,
+        runs=written,
     )
     return text.encode()
+
+
+def _written(environment: Any, runs: Sequence[pages.RunPage], place: int, groups: Sequence[Group], detail: _Run) -> str:
+    """One run's page."""
+    page = runs[place]
+    group, member = next((group, member) for group in groups for member in group.members if member.cell is page.cell)
+    picture = None
+    if page.run.epochs:
+        picture = plots.memory_of_run(f"memory-{page.anchor}", member, page.run, page.trace, detail.points)
+    return environment.get_template("run.html").render(
+        page=page,
+        before=runs[place - 1].anchor if place else None,
+        after=runs[place + 1].anchor if place + 1 < len(runs) else None,
+        facts=pages.facts(page),
+        differing=pages.differing_settings(page, [member.cell for member in group.members]),
+        settings=pages.all_settings(page) if detail.settings else None,
+        epochs=pages.epochs(page, detail.epochs),
+        picture=picture,
+        decisions=pages.decisions(page, detail.decisions),
+        time=pages.time_parts(page),
+        memory=pages.memory_parts(page),
+    )
 
 
 def _layers(groups: Sequence[Group], sheet: Sheet, traces: Traces, most: int) -> Iterator[Picture]:
@@ -120,26 +177,6 @@ def _layers(groups: Sequence[Group], sheet: Sheet, traces: Traces, most: int) ->
                 yield plots.curvature(stem("curvature", *labels), member, group, sheet, traces, most)
 
 
-def _run(page: pages.RunPage, groups: Sequence[Group], detail: Detail) -> dict[str, Any]:
-    group = next(group for group in groups if any(member.cell is page.cell for member in group.members))
-    member = next(member for member in group.members if member.cell is page.cell)
-    picture = None
-    if page.run.epochs:
-        stem = f"memory-{page.anchor}"
-        picture = plots.memory_of_run(stem, member, page.run, page.trace, detail.run_points)
-    return {
-        "page": page,
-        "facts": pages.facts(page),
-        "differing": pages.differing_settings(page, [member.cell for member in group.members]),
-        "settings": pages.all_settings(page) if detail.settings else None,
-        "epochs": pages.epochs(page, detail.epochs),
-        "picture": picture,
-        "decisions": pages.decisions(page, detail.decisions),
-        "time": pages.time_parts(page),
-        "memory": pages.memory_parts(page),
-    }
-
-
 def _counted(words: Sequence[str]) -> str:
     counts = {word: words.count(word) for word in dict.fromkeys(words)}
     return ", ".join(f"{count} {word}" for word, count in counts.items())
@@ -147,7 +184,7 @@ def _counted(words: Sequence[str]) -> str:
 
 def _environment() -> Any:
     for module, package in LIBRARIES.items():
-        if not _is_there(module):
+        if find_spec(module) is None:
             raise NoLibrary(
                 f"{package}: expected it to be installed for the report, got none; pip install 'triaccel-bench[report]'"
             )
@@ -165,14 +202,6 @@ def _environment() -> Any:
     # In the order that they are given in: values are listed in it.
     environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "separators": (",", ":"), "ensure_ascii": False}
     return environment
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ValueError:
-        # What a name that is set to None in sys.modules gets.
-        return False
 
 
 @cache

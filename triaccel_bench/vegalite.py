@@ -10,7 +10,7 @@ from triaccel_bench.style import Look
 
 _DASHES = {"-": [1, 0], "--": [7, 3], "-.": [7, 3, 2, 3]}
 _X = "M-1,-.6L-.6,-1L0,-.4L.6,-1L1,-.6L.4,0L1,.6L.6,1L0,.4L-.6,1L-1,.6L-.4,0Z"
-_STAR = "M0,-1.3L.31,-.42L1.24,-.4L.49,.16L.76,1.05L0,.52L-.76,1.05L-.49,.16L-1.24,-.4L-.31,-.42Z"
+_STAR = "M0,-1.2L.28,-.39L1.14,-.37L.46,.14L.71,.97L0,.48L-.71,.97L-.46,.14L-1.14,-.37L-.28,-.39Z"
 _SHAPES = {
     "o": "circle", "s": "square", "^": "triangle-up", "D": "diamond", "v": "triangle-down", "P": "cross", "X": _X,
     "*": _STAR, "<": "triangle-left", ">": "triangle-right", "p": "wedge", "h": "arrow", "d": "diamond",
@@ -69,7 +69,7 @@ def tooltip(words: Mapping[str, str], figures: Mapping[str, str]) -> list[dict[s
 
 
 def line_scales(looks: Mapping[str, Look]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Encodings of colour, dashes and markers of lines by their labels; together they are one legend, where there is more than one line."""
+    """Encodings of colour, dashes and markers by the lines' labels: one legend together, of a single line none."""
     legend = {"legend": None} if len(looks) == 1 else {}
     ways = {"color": _color, "strokeDash": _dash, "shape": _shape}
     color, dash, shape = (
