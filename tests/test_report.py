@@ -32,7 +32,7 @@ VOID = {"meta", "link", "input", "br"}
 
 def write_all(folder: Path) -> Path:
     """FP32 and Tri-Accel, two seeds each, traces beside the latter; one run that failed, with hostile words."""
-    write(folder, *(run(seed=seed, epochs=epochs(50.0, 70.0 + seed), accuracy=0.0) for seed in (0, 1)))
+    write(folder, *(run(seed=seed, epochs=epochs(50.0, 9.0 + seed)) for seed in (0, 1)))
     measured = {
         "memory": MemoryRecord(
             step_peak_bytes=300_000_000,
@@ -220,6 +220,10 @@ def test_long_series_are_thinned_and_the_picture_says_so(tmp_path):
     assert len(picture.panels[0].data["lines"]["x"]) == 6
 
 
+def test_a_library_cannot_end_the_script_that_it_stands_in():
+    assert module._embedded("a = '</script><!--'") == r"a = '<\/script>\x3C!--'"
+
+
 def test_figures_are_found_in_cells_that_hold_more():
     assert [module._order(cell) for cell in ("81.04 ± 0.20 (n=2)", "-0.1 %", "+5.03", "1,234 s", "3e-05", "n/a", "")] == [
         "81.04", "-0.1", "5.03", "1234", "3e-05", "", "",
@@ -377,7 +381,7 @@ def test_values_show_under_the_pointer_and_as_a_table(opened):
 
     browser = opened()
     for picture, mark, value in (
-        ("bars-table1-cifar10-resnet18", ".mark-rect path", "70.50"),
+        ("bars-table1-cifar10-resnet18", ".mark-rect path", "9.50"),
         ("accuracy-cifar10-resnet18", ".layer_2_marks path", "50"),
         ("memory-cifar10-resnet18", ".layer_3_marks path", "0.3"),
         ("curvature-cifar10-resnet18-triaccel", "figure:last-child .mark-rect path", "conv1"),

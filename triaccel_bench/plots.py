@@ -156,7 +156,7 @@ def _curves(
     if any(curve.seeds > 1 for curve in curves.values()):
         band = {"y": y | {"field": "low"}, "y2": {"field": "high"}}
         layers.insert(0, {"mark": {"type": "area", "opacity": 0.15}, "encoding": band})
-    x = {"field": "x", "type": "quantitative", "title": title}
+    x = {"field": "x", "type": "quantitative", "title": title, "scale": {"zero": True}}
     spec = vegalite.layered("lines", layers, {"x": x, "y": y}, colour, PLOT_HEIGHT)
     return Panel("Evaluation accuracy (%)", spec, {"lines": vegalite.packed(columns)}, PLOT_HEIGHT)
 
@@ -191,7 +191,12 @@ def _memory(stem: str, title: str, scene: scenes.Memory, looks: dict[Member, sty
             columns["y"] += [value / factor for _, value in points]
             # Markers of each line at other points, since lines may lie upon one another.
             columns["marked"] += [place % every == number * every // len(members) for place in range(len(points))]
-        y = {"field": "y", "type": "quantitative", "title": None, "scale": {"zero": not measured}}
+        y = {
+            "field": "y",
+            "type": "quantitative",
+            "title": None,
+            "scale": {"zero": not measured, "padding": 8 if measured else 0},
+        }
         colour, dash, shape = vegalite.line_scales({scene.labels[one]: looks[one] for one in members})
         stairs = {"type": "line", "interpolate": "step-before" if measured else "step-after"}
         layers = [

@@ -70,7 +70,8 @@ def tooltip(words: Mapping[str, str], figures: Mapping[str, str]) -> list[dict[s
 
 def line_scales(looks: Mapping[str, Look]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Encodings of colour, dashes and markers by the lines' labels: one legend together, of a single line none."""
-    legend = {"legend": None} if len(looks) == 1 else {}
+    # Bands of seeds are pale, and their legend would be, too.
+    legend = {"legend": None if len(looks) == 1 else {"symbolOpacity": 1}}
     ways = {"color": _color, "strokeDash": _dash, "shape": _shape}
     color, dash, shape = (
         {
