@@ -284,15 +284,15 @@ def browser():
 
 @pytest.fixture
 def opened(browser, address):
-    """The page on a desk, anew."""
+    """Opens the page anew, on a screen of that size."""
 
-    def at(width: int = 1280, height: int = 900, scheme: str = "light", run: str = ""):
+    def at(width: int = 1280, height: int = 900):
         screen = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
         browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-        chosen = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+        chosen = {"features": [{"name": "prefers-color-scheme", "value": "light"}]}
         browser.execute_cdp_cmd("Emulation.setEmulatedMedia", chosen)
         browser.get("about:blank")
-        browser.get(f"{address}#{run}" if run else address)
+        browser.get(address)
         until(browser, "return 'ready' in document.documentElement.dataset")
         return browser
 
@@ -399,9 +399,8 @@ def test_values_show_under_the_pointer_and_as_a_table(opened):
         assert until(browser, "return arguments[0].parentElement.querySelectorAll('tbody tr').length", summary) > 1
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_phone_scrolls_tables_and_not_the_page(opened, elements, scheme):
-    browser = opened(360, 740, scheme)
+def test_a_phone_scrolls_tables_and_not_the_page(opened, elements):
+    browser = opened(360, 740)
     for run_id in ("", *runs_of(elements)[-2:]):
         browser.execute_script("location.hash = arguments[0]", run_id)
         draw_all(browser)
@@ -416,8 +415,18 @@ def test_a_phone_scrolls_tables_and_not_the_page(opened, elements, scheme):
     browser.execute_script("location.hash = ''")
     inside = "const box = document.querySelector('#table1 .scroll'); return box.scrollWidth > box.clientWidth"
     assert browser.execute_script(inside)
-    ground = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
-    assert (max(map(int, re.findall(r"\d+", ground)[:3])) < 60) == (scheme == "dark")
+
+
+def test_page_is_dark_where_its_reader_wants_that(opened):
+    ground = "return getComputedStyle(document.body).backgroundColor.match(/[0-9]+/g).map(Number)"
+    line = "return document.querySelector('#accuracy .mark-line path')?.getAttribute('stroke').toLowerCase()"
+    browser = opened()
+    browser.execute_script("document.getElementById('accuracy').scrollIntoView({behavior: 'instant'})")
+    assert min(browser.execute_script(ground)[:3]) > 200 and until(browser, line) == "#000000"
+    chosen = {"features": [{"name": "prefers-color-scheme", "value": "dark"}]}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", chosen)
+    until(browser, f"return (() => {{ {line} }})() === '#ffffff'")
+    assert max(browser.execute_script(ground)[:3]) < 60
 
 
 def test_the_audit_is_filtered_by_verdict_and_by_words(opened):

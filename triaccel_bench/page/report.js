@@ -10,7 +10,8 @@
       name,
       Array.isArray(column) ? column : column.codes.map((code) => column.levels[code]),
     ]);
-    return values.length ? values[0][1].map((_, row) => Object.fromEntries(values.map(([name, all]) => [name, all[row]]))) : [];
+    const [[, first] = [null, []]] = values;
+    return first.map((_, row) => Object.fromEntries(values.map(([name, all]) => [name, all[row]])));
   };
 
   const read = (figure) => {
@@ -21,15 +22,17 @@
 
   const look = () => {
     const style = getComputedStyle(document.documentElement);
-    const [ink, muted, rule, font] = ["--ink", "--muted", "--rule", "--font"].map((name) => style.getPropertyValue(name).trim());
-    const axis = { labelColor: muted, titleColor: muted, tickColor: rule, domainColor: rule, gridColor: rule };
+    const names = ["--ink", "--muted", "--rule", "--font"];
+    const [ink, muted, rule, font] = names.map((name) => style.getPropertyValue(name).trim());
+    const colours = { labelColor: muted, titleColor: muted, tickColor: rule, domainColor: rule, gridColor: rule };
+    const sizes = { labelFontSize: 11, titleFontSize: 11, labelLimit: narrow.matches ? 110 : 220 };
     return {
       background: "transparent",
       font,
       text: { color: ink, fontSize: 11 },
       rule: { color: ink },
       axisY: { minExtent: 34 },
-      axis: { ...axis, labelFontSize: 11, titleFontSize: 11, titleFontWeight: "normal", labelLimit: narrow.matches ? 110 : 220 },
+      axis: { ...colours, ...sizes, titleFontWeight: "normal" },
       legend: {
         orient: "bottom", columns: narrow.matches ? 1 : 2, labelColor: ink, labelFontSize: 12, labelLimit: 300,
         symbolSize: 90, symbolStrokeWidth: 2, offset: 12, gradientLength: 200, gradientThickness: 10,
@@ -42,9 +45,9 @@
 
   const draw = async (figure) => {
     const found = read(figure);
-    // Black lines of the print would be lost on a dark page.
-    const text = JSON.stringify(found.spec);
-    const spec = JSON.parse(dark.matches ? text.replaceAll('["#000000"', '["#FFFFFF"').replaceAll(',"#000000"', ',"#FFFFFF"') : text);
+    // Black lines would be lost on a dark page; what is black in a map of layers is no list's member, and stays.
+    const lightened = (key, value) => (Array.isArray(value) ? value.map((each) => (each === "#000000" ? "#FFFFFF" : each)) : value);
+    const spec = dark.matches ? JSON.parse(JSON.stringify(found.spec), lightened) : found.spec;
     const canvas = figure.querySelector(".canvas");
     views.get(figure)?.finalize();
     const whole = {
@@ -72,7 +75,7 @@
       const head = table.createTHead().insertRow();
       for (const name of names) {
         const title = Object.assign(cell("th", name), { scope: "col" });
-        title.dataset.type = rows.every((row) => row[name] === null || typeof row[name] === "number") ? "num" : "string";
+        title.dataset.type = rows.every((row) => row[name] === null || typeof row[name] === "number") ? "num" : "html";
         head.append(title);
       }
       const body = table.createTBody();
@@ -88,8 +91,9 @@
   };
 
   const sortable = (table, DataTable) => {
-    const columns = [...table.tHead.rows[0].cells].map((title) => ({ type: title.dataset.type === "num" ? "num" : "html" }));
-    const made = new DataTable(table, { paging: false, info: false, autoWidth: false, order: [], columns, layout: { topStart: null, topEnd: null, bottomStart: null, bottomEnd: null } });
+    // Each column's type stands at its title.
+    const layout = { topStart: null, topEnd: null, bottomStart: null, bottomEnd: null };
+    const made = new DataTable(table, { paging: false, info: false, autoWidth: false, order: [], layout });
     if (table.dataset.filter !== undefined) filters(table, made, Number(table.dataset.filter));
   };
 
@@ -106,10 +110,14 @@
     const values = [...new Set([...table.tBodies[0].rows].map((row) => row.cells[column].textContent))];
     choice.append(new Option("all", ""), ...values.map((value) => new Option(value, value)));
     const told = Object.assign(document.createElement("output"), { className: "told" });
-    const count = () => { told.textContent = `${made.rows({ search: "applied" }).count()} of ${made.rows().count()} rows`; };
-    search.addEventListener("input", () => { made.search(search.value).draw(); count(); });
-    choice.addEventListener("change", () => { made.column(column).search(choice.value, { exact: choice.value !== "" }).draw(); count(); });
-    count();
+    const filter = () => {
+      made.search(search.value);
+      made.column(column).search(choice.value, { exact: choice.value !== "" }).draw();
+      told.textContent = `${made.rows({ search: "applied" }).count()} of ${made.rows().count()} rows`;
+    };
+    search.addEventListener("input", filter);
+    choice.addEventListener("change", filter);
+    filter();
     const tools = Object.assign(document.createElement("div"), { className: "tools" });
     tools.append(labelled("Search", search), labelled(name, choice), told);
     table.closest(".scroll").before(tools);
