@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test tables figures bench bench-curvature bench-memory reference clean
+.PHONY: help install demo test tables figures report bench bench-curvature bench-memory reference clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,6 +28,9 @@ tables: $(INSTALLED) ## Tables 1 and 2 from results/runs, written to results/tab
 
 figures: $(INSTALLED) ## pictures of results/runs as PNG and SVG, written to results/figures
 	$(BIN)/triaccel-tables figures
+
+report: $(INSTALLED) ## all of results/runs as one page that opens offline, written to results/report.html
+	$(BIN)/triaccel-tables report
 
 bench: $(INSTALLED) ## step times, curvature probes and memory on this machine's GPU, their targets and limits, written to results/bench
 	@missed=0; for part in step curvature memory; do $(BIN)/python scripts/bench_$$part.py || missed=1; done; exit $$missed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,8 @@ from triaccel_bench.series import Stems
 from triaccel_bench.tables import LABELS
 
 MEASURED, PAPER = style.BLUE, style.ORANGE
+MEASURED_LABEL = "measured (whisker: ± 1 std over n seeds)"
+PAPER_LABEL = f"the paper's ({' and '.join(CARDS)}, {DEVICE_GB} GB)"
 BAR = 0.38
 ROW_LABEL = 1.7
 """Inches of a row's name, which takes two lines at most."""
@@ -45,18 +47,32 @@ _SCORE = Panel("Eff. Score (% / (s × GB))", "score_mean", "score_std", "paper_s
 _REDUCTION = Panel("Memory below FP32's (%)", "reduction_percent", "", "paper_reduction_percent", 1, 1)
 
 
-def table1_charts(table: Table) -> Iterator[tuple[str, Any]]:
-    """File stem and figure, one for each data set and model."""
+@dataclass(frozen=True)
+class Chart:
+    """What one chart shows: a row's label and its figures in the table's frame, a panel for each quantity."""
+
+    stem: str
+    table: str
+    """The table's title."""
+    group: str
+    """Data set and model."""
+    panels: tuple[Panel, ...]
+    rows: tuple[tuple[str, dict[str, Any]], ...]
+    printed: bool
+    """Whether the paper has a figure for any bar."""
+    notes: tuple[str, ...]
+
+
+def table1_charts(table: Table) -> Iterator[Chart]:
+    """One for each data set and model."""
     return _charts("table1", table, (_ACCURACY, _TIME, _VRAM1, _SCORE), (_ACCURACY, _TIME, _TENSORS))
 
 
-def table2_charts(table: Table) -> Iterator[tuple[str, Any]]:
+def table2_charts(table: Table) -> Iterator[Chart]:
     return _charts("table2", table, (_VRAM2, _REDUCTION), (_TENSORS, _REDUCTION))
 
 
-def _charts(
-    name: str, table: Table, of_vram: tuple[Panel, ...], of_tensors: tuple[Panel, ...]
-) -> Iterator[tuple[str, Any]]:
+def _charts(name: str, table: Table, of_vram: tuple[Panel, ...], of_tensors: tuple[Panel, ...]) -> Iterator[Chart]:
     groups: dict[tuple[str, ...], list[tuple[str, dict[str, Any]]]] = {}
     for row, data in zip(table.rows, table.frame.to_dict("records")):
         groups.setdefault(row[: LABELS - 1], []).append((row[LABELS - 1], data))
@@ -65,39 +81,44 @@ def _charts(
         metered = any(data["tensor_peak_bytes_mean"] is not None for _, data in rows)
         vram = any(data["vram_peak_bytes_mean"] is not None for _, data in rows)
         panels = of_tensors if metered and not vram else of_vram
-        yield stem(name, rows[0][1]["dataset"], rows[0][1]["model"]), _chart(table, labels, rows, panels)
+        printed = any(data[panel.printed] is not None for _, data in rows for panel in panels)
+        notes = [*_notes(table, labels, rows)]
+        if not printed:
+            notes.append("The paper prints no figures for these settings of data set and model.")
+        if _ACCURACY in panels and _SCORE not in panels:
+            notes.append("No scores: they need VRAM.")
+        file = stem(name, rows[0][1]["dataset"], rows[0][1]["model"])
+        yield Chart(file, table.title, ", ".join(labels), panels, tuple(rows), printed, tuple(notes))
 
 
-def _chart(
-    table: Table, labels: tuple[str, ...], rows: list[tuple[str, dict[str, Any]]], panels: tuple[Panel, ...]
-) -> Any:
+def missing(panel: Panel, data: dict[str, Any]) -> str:
+    """What stands in the place of a bar that is not there."""
+    return "baseline" if panel is _REDUCTION and data["method"] == "fp32" else "n/a"
+
+
+def drawn(chart: Chart) -> Any:
+    """As a figure of matplotlib; only within ``style.drawing``."""
     from matplotlib.patches import Patch
 
     columns = 2
-    lines = -(-len(panels) // columns)
+    lines = -(-len(chart.panels) // columns)
     # A row is three lines of 8 pt; a page is 9.5 inches high.
-    height = 1.4 + lines * (0.65 + 0.44 * len(rows))
+    height = 1.4 + lines * (0.65 + 0.44 * len(chart.rows))
     figure, axes = style.blank(height, lines, columns, squeeze=False)
     flat = list(axes.flat)
-    for index, (place, panel) in enumerate(zip(flat, panels)):
-        _bars(place, panel, rows, named=index % columns == 0)
-    for place in flat[len(panels) :]:
+    for index, (place, panel) in enumerate(zip(flat, chart.panels)):
+        _bars(place, panel, chart.rows, named=index % columns == 0)
+    for place in flat[len(chart.panels) :]:
         place.set_axis_off()
-    handles = [Patch(facecolor=MEASURED, edgecolor="black", label="measured (whisker: ± 1 std over n seeds)")]
-    notes = [*_notes(table, labels, rows)]
-    if any(data[panel.printed] is not None for _, data in rows for panel in panels):
-        label = f"the paper's ({' and '.join(CARDS)}, {DEVICE_GB} GB)"
-        handles.append(Patch(facecolor=PAPER, edgecolor="black", hatch="////", label=label))
-    else:
-        notes.append("The paper prints no figures for these settings of data set and model.")
-    style.titled(figure, f"{table.title}: {', '.join(labels)}", handles)
-    if _ACCURACY in panels and _SCORE not in panels:
-        notes.append("No scores: they need VRAM.")
-    style.noted(figure, notes)
+    handles = [Patch(facecolor=MEASURED, edgecolor="black", label=MEASURED_LABEL)]
+    if chart.printed:
+        handles.append(Patch(facecolor=PAPER, edgecolor="black", hatch="////", label=PAPER_LABEL))
+    style.titled(figure, f"{chart.table}: {chart.group}", handles)
+    style.noted(figure, chart.notes)
     return figure
 
 
-def _bars(axes: Any, panel: Panel, rows: list[tuple[str, dict[str, Any]]], named: bool) -> None:
+def _bars(axes: Any, panel: Panel, rows: Sequence[tuple[str, dict[str, Any]]], named: bool) -> None:
     values, top = [], 0.0
     for _, data in rows:
         measured, printed = data[panel.measured], data[panel.printed]
@@ -111,8 +132,8 @@ def _bars(axes: Any, panel: Panel, rows: list[tuple[str, dict[str, Any]]], named
     for place, (measured, std, printed) in enumerate(values):
         above = place - (BAR / 2 if paired else 0)
         spread = "" if std is None else f" ± {std:.{panel.decimals}f}"
-        missing = "baseline" if panel is _REDUCTION and rows[place][1]["method"] == "fp32" else "n/a"
-        text = missing if measured is None else f"{measured:.{panel.decimals}f}{spread}"
+        lacking = missing(panel, rows[place][1])
+        text = lacking if measured is None else f"{measured:.{panel.decimals}f}{spread}"
         _bar(axes, above, measured, std, text, top, facecolor=MEASURED)
         if printed is not None:
             _bar(
@@ -125,7 +146,7 @@ def _bars(axes: Any, panel: Panel, rows: list[tuple[str, dict[str, Any]]], named
                 facecolor=PAPER,
                 hatch="////",
             )
-        elif paired and missing != "baseline":
+        elif paired and lacking != "baseline":
             axes.text(0.02 * top, place + BAR / 2, "not printed", ha="left", va="center", style="italic")
     negative = any((value or 0.0) < 0 for value, *_ in values)
     axes.set_xlim(-1.45 * top if negative else 0, 1.45 * top)

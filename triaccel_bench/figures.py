@@ -8,16 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from triaccel_bench import charts, series, style
+from triaccel_bench import charts, scenes, series, style
 from triaccel_bench.labels import method_label
-from triaccel_bench.paper import BYTES_PER_GB
-from triaccel_bench.records import RunRecord
 from triaccel_bench.results import Results
 from triaccel_bench.series import Curve, Group, LayerMap, Member, Traces
 from triaccel_bench.sheet import Sheet
 from triaccel_bench.tables import table1, table2
 
-NO_SEED = "no finished seed"
 ROW_INCHES = 0.15
 """A label of 8 pt and the gap to the next one."""
 MOST_ROWS = 44
@@ -41,8 +38,8 @@ def figures(results: Results) -> dict[str, bytes]:
 
 def drawn(results: Results) -> Iterator[tuple[str, Any]]:
     """Stem of a file name and matplotlib figure, one by one; only within ``style.drawing``."""
-    yield from charts.table1_charts(table1(results))
-    yield from charts.table2_charts(table2(results))
+    for chart in (*charts.table1_charts(table1(results)), *charts.table2_charts(table2(results))):
+        yield chart.stem, charts.drawn(chart)
     sheet, traces = Sheet(results, method_label), Traces(results)
     stem = series.Stems()
     for group in series.groups(sheet):
@@ -57,43 +54,29 @@ def drawn(results: Results) -> Iterator[tuple[str, Any]]:
 
 
 def _accuracy(group: Group, sheet: Sheet) -> Any:
+    scene, looks = scenes.accuracy(group, sheet), _looks(group)
     figure, (left, right) = style.blank(4.0, 1, 2, sharey=True)
-    meter, metered = series.of_one_meter(group.members)
-    unmeasured = "no VRAM reading" if meter == "vram" else "no memory reading"
-    over_time = {one: series.accuracy_over_seconds(one.cell) for one in group.members}
-    over_memory = {one: series.accuracy_over_memory(one.cell) if one in metered else None for one in group.members}
-    _curves(left, over_time, NO_SEED)
-    _curves(right, over_memory, unmeasured if any(over_time.values()) else NO_SEED)
+    for axes, curves, lacking in zip((left, right), (scene.over_time, scene.over_memory), scene.lacking):
+        _curves(axes, curves, looks, lacking)
     left.set_xlabel("Training time since the start (s)")
     left.set_ylabel("Evaluation accuracy (%)")
-    memory = "peak of live tensors\n(GB·s, not VRAM)" if meter == "tensors" else "peak VRAM (GB·s)"
-    right.set_xlabel(f"Sum over epochs of time × {memory}")
-    known = [one for one in group.members if over_time[one]]
-    _legend(figure, "Accuracy over training", group, {one: f"{one.name} (n = {over_time[one].seeds})" for one in known})
-    notes = []
-    if any(over_time[one].seeds > 1 for one in known):
-        notes.append("Lines: means over n seeds; bands: lowest to highest seed.")
-    if any(over_time[one].seeds == 1 for one in known):
-        notes.append("n = 1: one seed, no range.")
-    if any(one.cell.mean("probe_peak_bytes") for one in known if over_memory[one]):
-        notes.append("Peaks are training's, curvature probes apart.")
-    lacking = [one.name for one in known if not over_memory[one]]
-    if lacking and len(lacking) < len(known):
-        notes.append(f"Not over GB·s: {', '.join(lacking)} ({unmeasured}).")
-    fewer = [one.name for one in known if over_memory[one] and over_memory[one].seeds < over_time[one].seeds]
-    if fewer:
-        notes.append(f"Over GB·s fewer seeds, for want of memory readings: {', '.join(fewer)}.")
-    style.noted(figure, [" ".join(notes), *_left_out(group.members, sheet)])
+    right.set_xlabel(f"Sum over epochs of time × {_in_two_lines(scene.memory_kind)}")
+    _legend(figure, scene.title, looks, scene.labels)
+    style.noted(figure, scene.notes)
     return figure
 
 
-def _curves(axes: Any, curves: dict[Member, Curve | None], missing: str) -> None:
-    if not any(curves.values()):
-        style.said(axes, missing)
+def _in_two_lines(kind: str) -> str:
+    """The words that say that this is no VRAM are too many for one line."""
+    return kind.replace(" (GB", "\n(GB").replace(", not", ",\nnot") if "not VRAM" in kind else kind
+
+
+def _curves(axes: Any, curves: dict[Member, Curve], looks: dict[Member, style.Look], lacking: str) -> None:
+    if not curves:
+        style.said(axes, lacking)
         return
-    for (_, curve), look in zip(curves.items(), style.looks([one.cell.method for one in curves])):
-        if curve is None:
-            continue
+    for one, curve in curves.items():
+        look = looks[one]
         axes.plot(curve.x, curve.mean, markevery=max(1, len(curve.x) // 8), **vars(look))
         if curve.seeds > 1:
             axes.fill_between(curve.x, curve.low, curve.high, color=look.color, alpha=0.12, linewidth=0)
@@ -102,79 +85,48 @@ def _curves(axes: Any, curves: dict[Member, Curve | None], missing: str) -> None
     axes.set_xlim(left=0)
 
 
-def _legend(figure: Any, what: str, group: Group, labels: dict[Member, str]) -> None:
+def _legend(figure: Any, title: str, looks: dict[Member, style.Look], labels: dict[Member, str]) -> None:
     from matplotlib.lines import Line2D
 
-    looks = _looks(group)
     handles = [Line2D([], [], label=label, **vars(looks[one])) for one, label in labels.items()]
-    style.titled(figure, f"{what}: {group.title}", handles)
+    style.titled(figure, title, handles)
 
 
 def _looks(group: Group) -> dict[Member, style.Look]:
     return dict(zip(group.members, style.looks([one.cell.method for one in group.members])))
 
 
-def _left_out(members: Sequence[Member], sheet: Sheet) -> list[str]:
-    notes = [f"Not drawn: {one.name}: {'; '.join(one.cell.excluded)}." for one in members if one.cell.excluded]
-    marks = {one.name.rpartition(" ")[2] for one in members}
-    return [*notes, *(note for note in sheet.variant_notes if note.partition(" ")[0] in marks)]
-
-
 _BUDGET = {"color": style.BLACK, "linestyle": (0, (1, 1)), "linewidth": 1.0}
 
 
 def _memory(group: Group, sheet: Sheet, traces: Traces) -> Any:
+    scene, looks = scenes.memory(group, sheet, traces), _looks(group)
     figure, (top, bottom) = style.blank(4.6 + 0.1 * len(group.members), 2, 1, sharex=True, height_ratios=(3, 2))
-    meter, metered = series.of_one_meter(group.members)
-    shown = {one: found for one in group.members if (found := traces.first(one.cell))}
-    courses = {one: series.course(*found) for one, found in shown.items()}
-    looks = _looks(group)
-    readings = [value for one in metered if one in courses for _, value in courses[one].memory]
-    unit, factor = ("MB", 1e6) if readings and max(readings) < 1e7 else ("GB", BYTES_PER_GB)
-    budgets: dict[int, list[str]] = {}
-    for number, (one, line) in enumerate(courses.items()):
-        if one in metered and line.memory:
+    for number, (one, line) in enumerate(scene.courses.items()):
+        if one in scene.measured:
             x, values = zip((0.0, line.memory[0][1]), *line.memory)
-            sizes = [value / factor for value in values]
-            top.plot(x, sizes, drawstyle="steps-pre", markevery=_apart(x, number, len(courses)), **vars(looks[one]))
-            if line.budget_bytes is not None:
-                budgets.setdefault(line.budget_bytes, []).append(one.name)
+            sizes = [value / scene.factor for value in values]
+            marked = _apart(x, number, len(scene.courses))
+            top.plot(x, sizes, drawstyle="steps-pre", markevery=marked, **vars(looks[one]))
         x, sizes = zip(*line.batch)
-        bottom.plot(x, sizes, drawstyle="steps-post", markevery=_apart(x, number, len(courses)), **vars(looks[one]))
-    for budget in budgets:
-        top.axhline(budget / factor, **_BUDGET)
-    if not readings:
-        style.said(top, "no memory reading" if courses else NO_SEED)
+        marked = _apart(x, number, len(scene.courses))
+        bottom.plot(x, sizes, drawstyle="steps-post", markevery=marked, **vars(looks[one]))
+    for budget in scene.budgets:
+        top.axhline(budget / scene.factor, **_BUDGET)
+    if not scene.measured:
+        style.said(top, scene.lacking)
     else:
         top.margins(y=0.2)
-    kind = "Peak of live tensors,\nnot VRAM" if meter == "tensors" else "Peak VRAM"
-    top.set_ylabel(f"{kind} ({unit})")
-    if courses:
-        bottom.set_ylim(0, 1.12 * max(size for line in courses.values() for _, size in line.batch))
+    top.set_ylabel(f"{_in_two_lines(scene.kind)} ({scene.unit})")
+    if scene.courses:
+        bottom.set_ylim(0, 1.12 * max(size for line in scene.courses.values() for _, size in line.batch))
         bottom.set_xlim(left=0)
     else:
-        style.said(bottom, NO_SEED)
+        style.said(bottom, scene.lacking)
     bottom.set_ylabel("Batch size (samples)")
     bottom.set_xlabel("Epochs trained")
-    _legend(
-        figure,
-        "Memory and batch size over training",
-        group,
-        {one: f"{one.name} ({_which(one, run)})" for one, (run, _) in shown.items()},
-    )
-    untraced = [one.name for one, line in courses.items() if not line.traced]
-    notes = ["One run each."] if courses else []
-    if len(untraced) < len(courses):
-        notes.append("A level is training's peak between two control steps, curvature probes apart.")
-    told = [f"{budget / factor:.4g} {unit} ({', '.join(names)})" for budget, names in sorted(budgets.items())]
-    if readings:
-        notes.append(f"Thin dotted lines: budgets, {'; '.join(told)}." if told else "No budget.")
-    if untraced:
-        notes.append(f"No trace, so peaks and mean batch sizes of whole epochs: {', '.join(untraced)}.")
-    others = [one.name for one in courses if one not in metered or not courses[one].memory]
-    if others and readings:
-        notes.append(f"Memory not drawn: {', '.join(others)} (no reading of this kind).")
-    style.noted(figure, [" ".join(notes), *_left_out(group.members, sheet)])
+    _legend(figure, scene.title, looks, scene.labels)
+    style.noted(figure, scene.notes)
     return figure
 
 
@@ -184,19 +136,13 @@ def _apart(points: Sequence[float], number: int, count: int) -> tuple[int, int]:
     return number * every // count, every
 
 
-def _which(member: Member, run: RunRecord) -> str:
-    count = len(member.cell.summaries)
-    return f"seed {run.seed}, n = 1" if count == 1 else f"seed {run.seed} of n = {count}"
-
-
 def _precision(member: Member, group: Group, sheet: Sheet, traces: Traces) -> Any:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    title, found = f"Precision by layer: {group.title}, {member.name}", traces.first(member.cell)
-    if found is None or found[1] is None:
-        return _untraced(title, member, sheet, found is None)
-    layers = series.layer_map(*found)
+    title, scene = f"Precision by layer: {group.title}, {member.name}", scenes.layers(member, sheet, traces)
+    if (layers := scene.found) is None:
+        return _untraced(title, scene)
     parts = {"asked for": layers.requested, "executed": layers.executed}
     if not layers.substituted:
         parts = {"asked for and executed": layers.requested}
@@ -213,7 +159,7 @@ def _precision(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
     if any(map(any, layers.promoted)):
         handles.append(Line2D([], [], color="white", lw=3, label="promoted for its curvature", path_effects=_outline()))
     style.titled(figure, title, handles)
-    style.noted(figure, [f"One run of {member.name}: {_which(member, found[0])}.", *_left_out((member,), sheet)])
+    style.noted(figure, scene.notes)
     return figure
 
 
@@ -266,10 +212,10 @@ def _layer_axes(layers: LayerMap, columns: int) -> tuple[Any, list[Any]]:
 def _curvature(member: Member, group: Group, sheet: Sheet, traces: Traces) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
-    title, found = f"Curvature and learning rate by layer: {group.title}, {member.name}", traces.first(member.cell)
-    if found is None or found[1] is None:
-        return _untraced(title, member, sheet, found is None)
-    layers = series.layer_map(*found)
+    title = f"Curvature and learning rate by layer: {group.title}, {member.name}"
+    scene = scenes.layers(member, sheet, traces)
+    if (layers := scene.found) is None:
+        return _untraced(title, scene)
     figure, (left, right) = _layer_axes(layers, 2)
     positive = [[value if value is not None and value > 0 else None for value in row] for row in layers.lambdas]
     known = [value for row in positive for value in row if value is not None]
@@ -277,7 +223,7 @@ def _curvature(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
     wide = 1.0 if low < high else 2.0
     _mesh(figure, left, layers, positive, LogNorm(low / wide, high * wide), "Largest eigenvalue λ of the layer's block")
     style.titled(figure, title)
-    notes = [f"One run of {member.name}: {_which(member, found[0])}."]
+    notes = []
     if not known:
         left.text(0.5, 0.5, "no λ was read", transform=left.transAxes, ha="center", backgroundcolor="white")
     elif any(value is None for row in positive for value in row):
@@ -288,7 +234,8 @@ def _curvature(member: Member, group: Group, sheet: Sheet, traces: Traces) -> An
     _mesh(figure, right, layers, layers.rates, scale, "Rate scale (× the schedule's learning rate)")
     if margin:
         notes.append(f"Every layer's rate scale stayed at {rates[0]:g}.")
-    style.noted(figure, [" ".join(notes), *_left_out((member,), sheet)])
+    first, *others = scene.notes
+    style.noted(figure, [" ".join([first, *notes]), *others])
     return figure
 
 
@@ -313,9 +260,9 @@ def _hatched(axes: Any) -> Any:
     return Rectangle((0, 0), 1, 1, transform=axes.transAxes, facecolor="white", edgecolor="#999999", hatch="xxxx", lw=0)
 
 
-def _untraced(title: str, member: Member, sheet: Sheet, unfinished: bool) -> Any:
+def _untraced(title: str, scene: scenes.Layers) -> Any:
     figure, axes = style.blank(2.2)
     style.titled(figure, title)
-    style.said(axes, NO_SEED if unfinished else "no trace")
-    style.noted(figure, _left_out((member,), sheet))
+    style.said(axes, scene.lacking)
+    style.noted(figure, scene.notes)
     return figure

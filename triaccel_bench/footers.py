@@ -21,7 +21,7 @@ def provenance_text(found: list[Cell]) -> str:
     """Device, code and conventions of the table, for its caption."""
     provenances = [run.provenance for cell in found for run in cell.runs if run.provenance]
     devices = sorted({provenance.device_name for provenance in provenances})
-    versions = sorted({_version(provenance) for provenance in provenances})
+    versions = sorted({version(provenance) for provenance in provenances})
     sentences = [f"Device: {', '.join(devices) or 'unknown'}.", f"Code: {', '.join(versions) or 'unknown'}."]
     if any(len(cell.summaries) > 1 for cell in found):
         sentences.append("Mean ± sample standard deviation (n - 1) over seeds.")
@@ -41,7 +41,8 @@ def timing_text(found: list[Cell]) -> str:
     return " ".join(sentences)
 
 
-def _version(provenance: Provenance) -> str:
+def version(provenance: Provenance) -> str:
+    """The code that a run was made with, as a caption tells it."""
     state = "no commit"
     if provenance.git_commit:
         state = f"commit {provenance.git_commit[:12]}{', modified' if provenance.git_dirty else ''}"

@@ -181,18 +181,18 @@ def course(run: RunRecord, trace: Trace | None) -> Course:
         at = epochs_trained(run)
         memory = [(at(seen.step), seen.memory_bytes) for seen in trace.decisions]
         batch = [(0.0, float(trace.decisions[0].batch_before))]
-        batch += [(at(_after(event)), float(event.batch_after)) for event in _events(trace)]
+        batch += [(at(in_force_after(event)), float(event.batch_after)) for event in events(trace)]
     measured = () if run.meter == "off" else tuple((float(x), value) for x, value in memory if value is not None)
     end = float(len(run.epochs))
     return Course(measured, (*batch, (end, batch[-1][1])), run.budget_bytes, trace is not None)
 
 
-def _events(trace: Trace) -> list[DecisionTrace | BackOffTrace]:
+def events(trace: Trace) -> list[DecisionTrace | BackOffTrace]:
     # Earlier traces do not tell when a decision came into force, so that ``Trace.events`` has no order of theirs.
-    return sorted([*trace.decisions, *trace.back_offs], key=lambda e: (_after(e), type(e) is BackOffTrace))
+    return sorted([*trace.decisions, *trace.back_offs], key=lambda e: (in_force_after(e), type(e) is BackOffTrace))
 
 
-def _after(event: DecisionTrace | BackOffTrace) -> int:
+def in_force_after(event: DecisionTrace | BackOffTrace) -> int:
     return event.step if event.in_force_after is None else event.in_force_after
 
 
@@ -225,7 +225,7 @@ def layer_map(run: RunRecord, trace: Trace) -> LayerMap:
     for seen in trace.decisions:
         lambdas = tuple(map(_finite, seen.lambda_max)) if seen.lambda_max is not None else (None,) * count
         plan = tuple(seen.requested), tuple(seen.executed), tuple(seen.promoted)
-        columns.append((at(_after(seen)), *plan, tuple(seen.rate_scale), lambdas))
+        columns.append((at(in_force_after(seen)), *plan, tuple(seen.rate_scale), lambdas))
     # What came into force at the very end was trained with by nobody.
     end = float(len(run.epochs))
     columns = [column for column in columns if column[0] < end]

@@ -1,4 +1,4 @@
-"""``triaccel-tables``: Tables 1 and 2 from run records, how methods differ in them, audits, pictures, packs of records.
+"""``triaccel-tables``: Tables 1 and 2 from run records, how methods differ in them, audits, pictures, a report, packs.
 
 Imports no torch.
 """
@@ -18,9 +18,10 @@ from triaccel_bench.audit import IMPOSSIBLE, audit_table, check_records, records
 from triaccel_bench.boxes import boxes_table
 from triaccel_bench.differences import MARGIN, differences
 from triaccel_bench.figures import figures
-from triaccel_bench.files import write_together
+from triaccel_bench.files import write_atomically, write_together
 from triaccel_bench.layout import Table, to_csv, to_latex, to_markdown
 from triaccel_bench.reference import NoPack, pack
+from triaccel_bench.report import FILE, NoLibrary, report
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.stats import why_excluded
 from triaccel_bench.style import NoMatplotlib
@@ -33,18 +34,20 @@ DONE, NOTHING_USABLE, REFUSED = 0, 1, 2
 RECORD_IMPOSSIBLE = 1
 
 _RUNS = [Path("results/runs")]
-_TABLES, _FIGURES = Path("results/tables"), Path("results/figures")
+_TABLES, _FIGURES, _REPORT = Path("results/tables"), Path("results/figures"), Path("results")
 
 _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write the tables or the audit, draw pictures, or replay decisions (exit codes: ``replay.report``).
+    """Print and write the tables or the audit, draw pictures, make the report, or replay decisions.
+
+    Exit codes of replay: ``replay.report``. Of all else:
 
     0: done, with unfinished seeds and unreadable files named below the tables; 1: there are
     records but none is of a finished run, one lies below a lower bound, or a pack was made without
-    some of them; 2: no records, nowhere to write, no matplotlib, or a bad command line. What the audit finds of the
-    paper is a result, and 0.
+    some of them; 2: no records, nowhere to write, no library that draws, or a bad command line. What the audit finds
+    of the paper is a result, and 0.
     A reader that closes the pipe early has seen enough: that is no fault.
     """
     parser = _parser()
@@ -95,6 +98,8 @@ def _run(options: argparse.Namespace) -> int:
         return _say_what_lacks(results, options.results)
     if options.command == "figures":
         return _write_figures(results, options.out or _FIGURES)
+    if options.command == "report":
+        return _write_report(results, options.out or _REPORT, options.margin)
     return _write_tables(results, options.out or _TABLES, options.margin)
 
 
@@ -130,13 +135,29 @@ def _write_figures(results: Results, out: Path) -> int:
         return REFUSED
     print(*(f"Not used: {problem}" for problem in results.problems), sep="\n", end="\n" * bool(results.problems))
     print(f"Written: {', '.join(map(str, files))}")
-    return _code_of(results, "pictures")
+    return _code_of(results, "the pictures hold")
+
+
+def _write_report(results: Results, out: Path, margin: float) -> int:
+    try:
+        page = report(results, margin)
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / FILE, page)
+    except NoLibrary as error:
+        print(error, file=sys.stderr)
+        return REFUSED
+    except OSError as error:
+        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
+        return REFUSED
+    print(*(f"Not used: {problem}" for problem in results.problems), sep="\n", end="\n" * bool(results.problems))
+    print(f"Written: {out / FILE}")
+    return _code_of(results, "the tables of the report hold")
 
 
 def _code_of(results: Results, what: str) -> int:
     if any(why_excluded(run) is None for run in results.runs):
         return DONE
-    print(f"No finished run among the records: the {what} hold no figures.", file=sys.stderr)
+    print(f"No finished run among the records: {what} no figures.", file=sys.stderr)
     return NOTHING_USABLE
 
 
@@ -199,7 +220,7 @@ def _write_tables(results: Results, out: Path, margin: float = MARGIN) -> int:
     tables = {"table1": table1(results), "table2": table2(results), "differences": differences(results, margin)}
     if not _show(tables, out):
         return REFUSED
-    return _code_of(results, "tables")
+    return _code_of(results, "the tables hold")
 
 
 def _show(tables: dict[str, Table], out: Path) -> bool:
@@ -239,9 +260,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("tables", "figures", "audit", "replay", "pack", "boxes"),
+        choices=("tables", "figures", "report", "audit", "replay", "pack", "boxes"),
         default="tables",
-        help="tables (the default); figures: pictures of the records and their traces; audit: the paper's numbers "
+        help="tables (the default); figures: pictures of the records and their traces; report: all of "
+        "it as one page that opens offline; audit: the paper's numbers "
         "recomputed from one another, and its figures and the records' beside lower bounds; replay: every decision of "
         "runs derived again from what it saw; pack: this box's records, checked, into results/reference/<box>; boxes: "
         "what was measured on which device there",
@@ -260,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="DIR",
         help="where tables and audit are written as .md, .csv and .tex (default: results/tables), or figures as .png "
-        "and .svg (default: results/figures)",
+        "and .svg (default: results/figures), or report.html (default: results)",
     )
     parser.add_argument(
         "--margin",
