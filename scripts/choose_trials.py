@@ -68,7 +68,7 @@ def chosen(tuning: Tuning, best: Cell) -> str:
     origin = (
         f"Trial {_trial_name(best)}, the best of {len(tuning.trials)} ({finished} finished): {accuracy(best):.2f} % of "
         f"the validation images",
-        f"(validation_fraction {dataset['validation_fraction']}), {first.epochs_planned} epochs, seeds "
+        f"(validation_fraction {dataset['validation_fraction']}), epochs {first.epochs_planned}, seeds "
         f"{', '.join(str(run.seed) for run in best.runs)}, on {best.device_name}, sources {code}.",
         "Written by scripts/choose_trials.py.",
     )

@@ -67,7 +67,7 @@ LEVELS = {
         "hessian",
         "jacobian",
     },
-    3: {"claims", "audit", "preflight", "engine", "footers", "sheet", "curvature", "reference", "replay"},
+    3: {"tuning", "claims", "audit", "preflight", "engine", "footers", "sheet", "curvature", "reference", "replay"},
     4: {
         "inspection",
         "pace",
@@ -89,6 +89,7 @@ LEVELS = {
     9: {"runner"},
     10: {"launching"},
     11: {"cli", "tables_cli"},
+    12: {"reproduction"},
 }
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names} | {"kernels": 0}
 
