@@ -1,0 +1,218 @@
+"""What records of a reproduction say, before anybody judges it: one study a network, its controls, pairs by seed.
+
+Every test that a page may draw on is made at once, so that p values are corrected over all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from triaccel_bench import compare, paper
+from triaccel_bench.cells import Cell, as_in_the_paper, cells
+from triaccel_bench.compare import Difference
+from triaccel_bench.differences import QUANTITIES, Quantity, least, values
+from triaccel_bench.labels import order
+from triaccel_bench.results import Results
+from triaccel_bench.tuning import Tuning, is_trial, tunings
+
+OURS = "triaccel_plus"
+PAIRS = (
+    ("tf32", "fp32"),
+    ("amp", "fp32"),
+    ("triaccel", "fp32"),
+    ("triaccel", "amp"),
+    (OURS, "fp32"),
+    (OURS, "amp"),
+    ("triaccel_batch", "fp32"),
+    ("triaccel_precision", "fp32"),
+    ("triaccel", "triaccel_precision"),
+)
+"""Whom the paper's claims and the targets compare with whom."""
+
+BY_FIELD = {quantity.field: quantity for quantity in QUANTITIES}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One quantity of two cells, with its p value after Holm's correction over all tests."""
+
+    ours: Cell
+    theirs: Cell
+    quantity: Quantity
+    found: Difference | None
+    p: float | None
+
+    @property
+    def verdict(self) -> compare.Verdict:
+        return compare.verdict(self.found, self.p, least(self.theirs, self.quantity))
+
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval."""
+        return self.found is not None and self.found.low is not None
+
+    @property
+    def text(self) -> str:
+        if self.found is None:
+            return "no shared seed"
+        sign, times, unit = ("", "× ", "") if self.quantity.ratio else ("+", "", " points")
+        told = [value for value in (self.found.mean, self.found.low, self.found.high) if value is not None]
+        mean, *interval = (f"{value:{sign}.{self.quantity.decimals}f}" for value in told)
+        between = f" [{', '.join(interval)}]" if interval else ""
+        return f"{times}{mean}{between}{unit}, n = {self.found.n}"
+
+
+class Evidence:
+    """The records of one device, sorted out.
+
+    Args:
+        device: part of the device's name, where the records are of several; of those that fit, the one with most runs.
+    """
+
+    def __init__(self, results: Results, device: str = "") -> None:
+        self.problems = results.problems
+        found = [cell for cell in cells(run for run in results.runs if not is_trial(run)) if as_in_the_paper(cell)]
+        named = [cell for cell in found if device.lower() in (cell.device_name or "").lower()]
+        self.device_name = _most(named, lambda cell: cell.device_name)
+        self._found = [cell for cell in named if cell.device_name == self.device_name]
+        self.other_devices = sorted({cell.device_name for cell in found if cell.device_name} - {self.device_name})
+        self.unfinished = [cell for cell in self._found if cell.excluded]
+        self.tunings: list[Tuning] = [
+            each for each in tunings(results.runs) if each.trials[0].device_name in (self.device_name, None)
+        ]
+        self._studies: dict[tuple[str, str], dict[str, Cell]] = {}
+        for key in dict.fromkeys((cell.dataset, cell.model) for cell in self._found):
+            self._studies[key] = _study([cell for cell in self._found if (cell.dataset, cell.model) == key])
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Those that are compared: of each network one study, in the paper's order."""
+        return [
+            study[method]
+            for dataset in paper.DATASET_LABELS
+            for model in paper.MODEL_LABELS
+            for study in [self._studies.get((dataset, model), {})]
+            for method in sorted(study, key=_method_order)
+        ]
+
+    def cell(self, dataset: str, model: str, method: str) -> Cell | None:
+        return self._studies.get((dataset, model), {}).get(method)
+
+    def has(self, dataset: str) -> bool:
+        return any(key[0] == dataset for key in self._studies)
+
+    @cached_property
+    def unused(self) -> list[Cell]:
+        """Cells in no study and no control, such as the same method at another learning rate."""
+        used = {id(cell) for cell in self.cells}
+        used |= {id(cell) for key in self._studies for _, cell in self.controls(*key)}
+        return [cell for cell in self._found if id(cell) not in used]
+
+    def controls(self, dataset: str, model: str) -> list[tuple[str, Cell]]:
+        """Cells beside the study that tell where Tri-Accel+'s gain comes from, each with its kind."""
+        ours = self.cell(dataset, model, OURS)
+        if ours is None:
+            return []
+        found = ((_kind(cell, ours), cell) for cell in self._found if (cell.dataset, cell.model) == (dataset, model))
+        return sorted(
+            ((kind, cell) for kind, cell in found if kind is not None),
+            key=lambda each: (KINDS.index(each[0]), _method_order(each[1].method), each[1].cell),
+        )
+
+    def compared(self, ours: Cell | None, theirs: Cell | None, field: str) -> Compared | None:
+        """Of two cells that are a pair here; ``None`` where one is missing."""
+        if ours is None or theirs is None:
+            return None
+        return self._tests.get((id(ours), id(theirs), field))
+
+    def pair(self, dataset: str, model: str, ours: str, theirs: str, field: str) -> Compared | None:
+        return self.compared(self.cell(dataset, model, ours), self.cell(dataset, model, theirs), field)
+
+    @property
+    def tests(self) -> int:
+        return sum(each.p is not None for each in self._tests.values())
+
+    @cached_property
+    def _tests(self) -> dict[tuple[int, int, str], Compared]:
+        made = [
+            (
+                ours,
+                theirs,
+                quantity,
+                compare.paired(*(values(c, quantity.field) for c in (ours, theirs)), quantity.ratio),
+            )
+            for ours, theirs in self._pairs()
+            for quantity in QUANTITIES
+        ]
+        corrected = compare.holm([found and found.p for *_, found in made])
+        return {
+            (id(ours), id(theirs), quantity.field): Compared(ours, theirs, quantity, found, p)
+            for (ours, theirs, quantity, found), p in zip(made, corrected)
+        }
+
+    def _pairs(self) -> Iterator[tuple[Cell, Cell]]:
+        for (dataset, model), study in self._studies.items():
+            yield from ((study[ours], study[theirs]) for ours, theirs in PAIRS if {ours, theirs} <= study.keys())
+            controls = self.controls(dataset, model)
+            yield from ((study[OURS], cell) for _, cell in controls)
+            shuffled = [cell for kind, cell in controls if kind == SHUFFLED]
+            yield from ((cell, other) for kind, cell in controls if kind == FOLLOWED for other in shuffled)
+
+
+MEAN_BATCH, EQUAL_TIME = "at Tri-Accel Plus's mean batch", "for as long as Tri-Accel Plus"
+FOLLOWED, SHUFFLED = "recorded schedule", "recorded schedule, layers shuffled"
+KINDS = (MEAN_BATCH, EQUAL_TIME, FOLLOWED, SHUFFLED)
+
+
+def _kind(cell: Cell, ours: Cell) -> str | None:
+    """Which control of ``ours`` a cell is, by the one thing in which it differs."""
+    apart = {key for key in cell.shared_untuned if cell.shared_untuned[key] != ours.shared_untuned.get(key)}
+    if cell.method == "replay":
+        shuffled = cell.settings["replay"]["shuffle"] is not None
+        return None if apart else SHUFFLED if shuffled else FOLLOWED
+    if cell.method == "amp" and apart == {"batch.initial"}:
+        return MEAN_BATCH
+    if cell.method in ("fp32", "amp") and apart == {"epochs"}:
+        return EQUAL_TIME
+    return None
+
+
+def _study(found: Iterable[Cell]) -> dict[str, Cell]:
+    """Cells that differ in their method alone: the group with most methods, then seeds, then epochs.
+
+    A method that is there twice, at two learning rates, counts as the one with more seeds, then the later.
+    """
+    groups: dict[tuple, list[Cell]] = {}
+    for cell in found:
+        if cell.method != "replay":
+            groups.setdefault(tuple(sorted(cell.shared_untuned.items())), []).append(cell)
+    if not groups:
+        return {}
+    best = max(groups, key=lambda key: (*_weight(groups[key]), key))
+    study: dict[str, Cell] = {}
+    for cell in sorted(groups[best], key=lambda cell: (len(cell.summaries), _ended(cell), cell.cell)):
+        study[cell.method] = cell
+    return study
+
+
+def _weight(group: list[Cell]) -> tuple[int, int, int]:
+    seeds = sum(len(cell.summaries) for cell in group)
+    return len({cell.method for cell in group if cell.summaries}), seeds, group[0].runs[0].epochs_planned
+
+
+def _ended(cell: Cell) -> str:
+    return max((run.provenance.finished_at or "" for run in cell.runs if run.provenance), default="")
+
+
+def _most(found: list[Cell], name) -> str | None:
+    runs: dict[str, int] = {}
+    for cell in found:
+        if name(cell) is not None:
+            runs[name(cell)] = runs.get(name(cell), 0) + len(cell.summaries)
+    return max(runs, key=lambda key: (runs[key], key), default=None)
+
+
+def _method_order(method: str) -> tuple[int, str]:
+    return order("", "", method)[2]
