@@ -3,9 +3,10 @@
 
 python scripts/reproduce.py [--only PART,PART] [--list] [key=value ...]     overrides as triaccel-bench takes them
 
-First it says how many minutes the runs that are left will take. Finished runs are not made again, so that the same
-command goes on after anything; runner.max_minutes=50 cuts it in sittings. Exit codes are those of triaccel-bench, and 1
-also where records are lacking that a control or the choice of trials rests on.
+First it says how many minutes the runs that are left will take, and at the end it writes tables and results/README.md.
+Finished runs are not made again, so that the same command goes on after anything; runner.max_minutes=50 cuts it in
+sittings. Exit codes are those of triaccel-bench, and 1 also where records are lacking that a control or the choice of
+trials rests on.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from triaccel_bench import cli, runner
+from triaccel_bench import cli, runner, tables_cli
 from triaccel_bench.outcomes import TIME_IS_UP
 from triaccel_bench.preflight import duration
 from triaccel_bench.reproduction import PARTS, Forecast, Forecaster, Sweep, controls, limited, sweep
@@ -91,7 +92,14 @@ def _run(options: argparse.Namespace) -> int:
             code = max(code, ended)
         if part == "controls" and _lacking(given, name):
             code = SOME_FAILED
-    return code
+    roots = [table1[0].results.root, sweep("tuning", given).jobs()[0].results.root]
+    return max(code, _write_results([root for root in dict.fromkeys(roots) if Path(root).is_dir()]))
+
+
+def _write_results(roots: Sequence[str]) -> int:
+    """The tables of what was run, and the page of verdicts."""
+    print()
+    return max(tables_cli.main(["--results", roots[0]]), tables_cli.main(["verdicts", "--results", *roots]))
 
 
 def _sweeps(part: str, given: Sequence[str], name: str) -> list[Sweep]:

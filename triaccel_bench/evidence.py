@@ -168,7 +168,8 @@ KINDS = (MEAN_BATCH, EQUAL_TIME, FOLLOWED, SHUFFLED)
 
 def _kind(cell: Cell, ours: Cell) -> str | None:
     """Which control of ``ours`` a cell is, by the one thing in which it differs."""
-    apart = {key for key in cell.shared_untuned if cell.shared_untuned[key] != ours.shared_untuned.get(key)}
+    here, there = _conditions(cell), _conditions(ours)
+    apart = {key for key in here if here[key] != there.get(key)}
     if cell.method == "replay":
         shuffled = cell.settings["replay"]["shuffle"] is not None
         return None if apart else SHUFFLED if shuffled else FOLLOWED
@@ -179,6 +180,11 @@ def _kind(cell: Cell, ours: Cell) -> str | None:
     return None
 
 
+def _conditions(cell: Cell) -> dict[str, str]:
+    """What cells of two methods have in common, whether or not a seed of theirs was finished."""
+    return cell.shared_untuned | {"memory.meter": cell.settings["memory"]["meter"]}
+
+
 def _study(found: Iterable[Cell]) -> dict[str, Cell]:
     """Cells that differ in their method alone: the group with most methods, then seeds, then epochs.
 
@@ -187,7 +193,7 @@ def _study(found: Iterable[Cell]) -> dict[str, Cell]:
     groups: dict[tuple, list[Cell]] = {}
     for cell in found:
         if cell.method != "replay":
-            groups.setdefault(tuple(sorted(cell.shared_untuned.items())), []).append(cell)
+            groups.setdefault(tuple(sorted(_conditions(cell).items())), []).append(cell)
     if not groups:
         return {}
     best = max(groups, key=lambda key: (*_weight(groups[key]), key))

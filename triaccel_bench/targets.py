@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from triaccel_bench import compare
 from triaccel_bench.differences import MARGIN, values
 from triaccel_bench.evidence import OURS, Compared, Evidence
 
 Outcome = Literal["met", "missed", "not shown", "not tested"]
+OUTCOMES = get_args(Outcome)
 
 
 @dataclass(frozen=True)

@@ -48,8 +48,8 @@ RULES = (
     f"“Matches or outperforms” holds where the one-sided 95 % bound of accuracy loses no more than {MARGIN:g} points, "
     f"or where the interval of a ratio ends at {MATCHING:g} or better.",
     "A figure by itself (a mean with its interval) holds where the interval reaches it, and is opposite where not.",
-    f"Overhead is low up to {LOW_SHARE:.0%} of the time. Efficiency improves where seconds × GB of an epoch fall from "
-    "the first third of the epochs to the last: accuracy, which rises whatever the method does, is left out.",
+    f"Overhead is low up to {100 * LOW_SHARE:g} % of the time. Efficiency improves where seconds × GB of an epoch fall "
+    "from the first third of the epochs to the last: accuracy, which rises whatever the method does, is left out.",
     "A claim is reproduced if all its tests hold, and in part if some hold or are weaker. Otherwise it is contradicted "
     "if one is opposite, not reproduced if one is open, and not tested if there is none.",
     "Where the paper says “up to”, one test that holds is enough, and only if all are opposite it is contradicted.",
@@ -57,7 +57,7 @@ RULES = (
 
 
 @dataclass(frozen=True)
-class Test:
+class Tested:
     """One comparison of a claim, and what was measured, as text."""
 
     state: State
@@ -67,21 +67,24 @@ class Test:
 @dataclass(frozen=True)
 class Judged:
     claim: Claim
-    tests: tuple[Test, ...]
+    tests: tuple[Tested, ...]
     verdict: Verdict
 
     @property
     def measured(self) -> str:
-        return "; ".join(test.text for test in self.tests)
+        return "; ".join(
+            test.text if test.state == "untested" or len(self.tests) == 1 else f"{test.text} ({test.state})"
+            for test in self.tests
+        )
 
 
-def every(tests: Sequence[Test]) -> Verdict:
+def every(tests: Sequence[Tested]) -> Verdict:
     """Of a claim that is made of all its tests."""
     states = {test.state for test in tests}
     return "reproduced" if states == {"holds"} else _short_of_all(states)
 
 
-def some(tests: Sequence[Test]) -> Verdict:
+def some(tests: Sequence[Tested]) -> Verdict:
     """Of a claim of the best case: "up to"."""
     states = {test.state for test in tests}
     if "holds" in states:
@@ -140,18 +143,18 @@ def judged(evidence: Evidence) -> list[Judged]:
     ]
 
 
-def _judged(claim: Claim, tests: list[Test], rule: Callable[[Sequence[Test]], Verdict]) -> Judged:
+def _judged(claim: Claim, tests: list[Tested], rule: Callable[[Sequence[Tested]], Verdict]) -> Judged:
     return Judged(claim, tuple(tests), rule(tests))
 
 
-def _audited(key: str) -> Test:
+def _audited(key: str) -> Tested:
     claim = CLAIMS[key]
     finding = next(each for each in findings() if (each.where, each.what) == (claim.where, claim.what))
-    return Test("untested", f"a matter of the paper's own figures, which the audit finds: {finding.verdict}")
+    return Tested("untested", f"a matter of the paper's own figures, which the audit finds: {finding.verdict}")
 
 
-_Rule = Callable[[Sequence[Test]], Verdict]
-_Claim = Callable[[Evidence], tuple[list[Test], _Rule]]
+_Rule = Callable[[Sequence[Tested]], Verdict]
+_Claim = Callable[[Evidence], tuple[list[Tested], _Rule]]
 
 _ALL, _CIFAR10, _CIFAR100 = tuple(DATASET_LABELS), ("cifar10",), ("cifar100",)
 _MODELS, _BASELINES = tuple(MODEL_LABELS), ("fp32", "amp")
@@ -166,7 +169,7 @@ def _pairs(
     ours: str = "triaccel",
     rule: _Rule = every,
 ) -> _Claim:
-    def tests(evidence: Evidence) -> tuple[list[Test], _Rule]:
+    def tests(evidence: Evidence) -> tuple[list[Tested], _Rule]:
         made = [
             _pair(evidence, judge, field, dataset, model, ours, theirs)
             for dataset in datasets
@@ -179,24 +182,24 @@ def _pairs(
     return tests
 
 
-def _pair(evidence: Evidence, judge, field: str, dataset: str, model: str, ours: str, theirs: str) -> Test:
+def _pair(evidence: Evidence, judge, field: str, dataset: str, model: str, ours: str, theirs: str) -> Tested:
     where = _where(dataset, model)
     compared = evidence.pair(dataset, model, ours, theirs, field)
     if compared is None:
         lacking = [METHODS[each] for each in (ours, theirs) if evidence.cell(dataset, model, each) is None]
-        return Test("untested", f"{where}: no finished run of {' and '.join(lacking)}")
+        return Tested("untested", f"{where}: no finished run of {' and '.join(lacking)}")
     if compared.found is None:
-        return Test("untested", f"{where} against {METHODS[theirs]}: {compared.text}, or not measured")
-    return Test(judge(compared), f"{where} against {METHODS[theirs]}: {compared.text}")
+        return Tested("untested", f"{where} against {METHODS[theirs]}: {compared.text}, or not measured")
+    return Tested(judge(compared), f"{where} against {METHODS[theirs]}: {compared.text}")
 
 
-def _without_records(evidence: Evidence, datasets: Iterable[str]) -> list[Test]:
+def _without_records(evidence: Evidence, datasets: Iterable[str]) -> list[Tested]:
     lacking = [DATASET_LABELS[dataset] for dataset in datasets if not evidence.has(dataset)]
-    return [Test("untested", f"{' and '.join(lacking)}: no record")] if lacking else []
+    return [Tested("untested", f"{' and '.join(lacking)}: no record")] if lacking else []
 
 
 def _where(dataset: str, model: str) -> str:
-    return f"{DATASET_LABELS[dataset]}, {MODEL_LABELS[model]}"
+    return MODEL_LABELS[model] if dataset == "cifar10" else f"{MODEL_LABELS[model]} on {DATASET_LABELS[dataset]}"
 
 
 def _number(key: str) -> float:
@@ -223,53 +226,53 @@ def _lower(compared: Compared) -> State:
 def _level(method: str, field: str, scale: float, unit: str, judge: Callable[[Difference], bool]) -> _Claim:
     """A figure of ResNet-18 on CIFAR-10 by itself."""
 
-    def tests(evidence: Evidence) -> tuple[list[Test], _Rule]:
+    def tests(evidence: Evidence) -> tuple[list[Tested], _Rule]:
         cell = evidence.cell("cifar10", "resnet18", method)
         if cell is None:
-            return [Test("untested", f"{_where('cifar10', 'resnet18')}: no finished run of {METHODS[method]}")], every
+            return [Tested("untested", f"{_where('cifar10', 'resnet18')}: no finished run of {METHODS[method]}")], every
         return [alone({seed: value / scale for seed, value in values(cell, field).items()}, judge, unit)], every
 
     return tests
 
 
-def alone(measured: dict[int, float], judge: Callable[[Difference], bool], unit: str, where: str = "") -> Test:
+def alone(measured: dict[int, float], judge: Callable[[Difference], bool], unit: str, where: str = "") -> Tested:
     """A mean with its interval, beside no other cell."""
     found = compare.paired(measured, dict.fromkeys(measured, 0.0))
     if found is None:
-        return Test("untested", f"{where}not measured")
+        return Tested("untested", f"{where}not measured")
     interval = "" if found.low is None else f" [{found.low:.4g}, {found.high:.4g}]"
     text = f"{where}{found.mean:.4g}{interval} {unit}, n = {found.n}"
     if found.low is None:
-        return Test("untested", text)
-    return Test("holds" if judge(found) else "opposite", text)
+        return Tested("untested", text)
+    return Tested("holds" if judge(found) else "opposite", text)
 
 
-def _of_each(judge: Callable[[Cell, str], Test], datasets: Sequence[str] = _ALL) -> _Claim:
+def _of_each(judge: Callable[[Cell, str], Tested], datasets: Sequence[str] = _ALL) -> _Claim:
     """A claim about Tri-Accel by itself, on every network."""
 
-    def tests(evidence: Evidence) -> tuple[list[Test], _Rule]:
+    def tests(evidence: Evidence) -> tuple[list[Tested], _Rule]:
         made = []
         for dataset in datasets:
             for model in _MODELS if evidence.has(dataset) else ():
                 cell = evidence.cell(dataset, model, "triaccel")
                 where = _where(dataset, model)
-                missing = Test("untested", f"{where}: no finished run of {METHODS['triaccel']}")
+                missing = Tested("untested", f"{where}: no finished run of {METHODS['triaccel']}")
                 made.append(missing if cell is None else judge(cell, f"{where}: "))
         return [*made, *_without_records(evidence, datasets)], every
 
     return tests
 
 
-def _efficiency(cell: Cell, where: str) -> Test:
+def _efficiency(cell: Cell, where: str) -> Tested:
     found = footers.trend(cell, "cost_thirds")
     if found is None or found.low is None:
-        return Test("untested", f"{where}needs three epochs, VRAM and two seeds")
+        return Tested("untested", f"{where}needs three epochs, VRAM and two seeds")
     state: State = "holds" if found.high < 1 else "opposite" if found.low > 1 else "open"
     text = f"seconds × GB in the last third of epochs × {found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
-    return Test(state, f"{where}{text}, n = {found.n}")
+    return Tested(state, f"{where}{text}, n = {found.n}")
 
 
-def _overhead(cell: Cell, where: str) -> Test:
+def _overhead(cell: Cell, where: str) -> Tested:
     parts = ("controller", "probe", "capture")
     shares = {
         each.seed: 100 * sum(each.split_seconds[part] for part in parts) / each.seconds
@@ -279,14 +282,14 @@ def _overhead(cell: Cell, where: str) -> Test:
     return alone(shares, lambda found: found.low <= 100 * LOW_SHARE, "% of the time", where)
 
 
-def _stability(cell: Cell, where: str) -> Test:
+def _stability(cell: Cell, where: str) -> Tested:
     planned = sum(run.status not in ("interrupted",) for run in cell.runs)
     lost = [f"seed {run.seed} {run.status}" for run in cell.runs if run.status in ("diverged", "oom", "failed")]
     text = f"{where}{len(cell.summaries)} of {planned} runs finished"
-    return Test("opposite", f"{text} ({', '.join(lost)})") if lost else Test("holds", text)
+    return Tested("opposite", f"{text} ({', '.join(lost)})") if lost else Tested("holds", text)
 
 
-def _below_budget(cell: Cell, where: str) -> Test:
+def _below_budget(cell: Cell, where: str) -> Tested:
     shares = {
         each.seed: each.memory_peak_bytes / each.budget_bytes
         for each in cell.summaries
