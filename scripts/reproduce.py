@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from triaccel_bench import cli, runner, tables_cli
 from triaccel_bench.outcomes import TIME_IS_UP
 from triaccel_bench.preflight import duration
-from triaccel_bench.reproduction import PARTS, Forecast, Forecaster, Sweep, controls, limited, sweep
+from triaccel_bench.reproduction import PARTS, Forecast, Forecaster, Sweep, controls, limited, sweep, tuning_root
 from triaccel_bench.runner import Refused
 from triaccel_bench.settings import Settings, SettingsError
 
@@ -35,7 +35,7 @@ SOME_FAILED, REFUSED, INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     try:
         return _run(options)
     except (HydraException, OmegaConfBaseException, SettingsError, Refused) as error:
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.list:
         print(*commands, sep="\n")
         return 0
-    code = 0
+    code, trials = 0, tuning_root(table1, given)
     for part in PARTS:
         if part not in options.only:
             continue
@@ -88,12 +88,12 @@ def _run(options: argparse.Namespace) -> int:
                 return ended
             if part == "tuning":
                 # A trial that diverged has lost, which is no failure of the reproduction.
-                ended = choose_trials.main([wanted.jobs()[0].results.root])
+                ended = choose_trials.main([trials])
             code = max(code, ended)
         if part == "controls" and _lacking(given, name):
             code = SOME_FAILED
-    roots = [table1[0].results.root, sweep("tuning", given).jobs()[0].results.root]
-    return max(code, _write_results([root for root in dict.fromkeys(roots) if Path(root).is_dir()]))
+    roots = [root for root in dict.fromkeys((table1[0].results.root, trials)) if Path(root).is_dir()]
+    return max(code, _write_results(roots)) if roots else code
 
 
 def _write_results(roots: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from triaccel_bench.differences import ACCURACY, QUANTITIES
 from triaccel_bench.evidence import EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
 from triaccel_bench.results import Results
 from triaccel_bench.verdict_page import levelled_off, page
-from triaccel_bench.verdicts import Tested, every, some
+from triaccel_bench.verdicts import Checked, every, some
 
 TIME = next(quantity for quantity in QUANTITIES if quantity.field == "seconds")
 SEEDS = (0, 1, 2)
@@ -105,6 +105,15 @@ def test_what_matches_another_method(low, high, state):
     assert verdicts.no_worse(compared((low + high) / 2, low, high)) == state
 
 
+@pytest.mark.parametrize("effect, low, high, state", [
+    (0.9, 0.88, 0.95, "holds"), (0.9, 0.91, 0.95, "weaker"),     # a printed gain
+    (1.0, 0.99, 1.01, "holds"), (1.0, 1.02, 1.03, "opposite"),   # no difference
+    (1.1, 1.1, 1.3, "holds"), (1.1, 1.2, 1.3, "opposite"), (1.1, 0.5, 0.6, "holds"), (1.1, None, None, "untested"),
+])  # fmt: skip
+def test_printed_gains_and_losses_of_a_row(effect, low, high, state):
+    assert verdicts.against_printed(compared(1.0 if low is None else (low + high) / 2, low, high), effect) == state
+
+
 def test_accuracy_matches_within_the_margin_of_its_one_sided_bound():
     models = "resnet18", "efficientnet_b0"
 
@@ -130,7 +139,7 @@ def test_accuracy_matches_within_the_margin_of_its_one_sided_bound():
     (["untested"], "not tested", "not tested"),
 ])  # fmt: skip
 def test_tests_add_up_to_a_verdict(states, of_all, of_some):
-    tests = [Tested(state, "") for state in states]
+    tests = [Checked(state, "") for state in states]
     assert (every(tests), some(tests)) == (of_all, of_some)
 
 

@@ -61,6 +61,13 @@ def sweep(part: str, given: Sequence[str]) -> Sweep:
     return Sweep(part, (f"+experiment=reproduce/{part}", *given))
 
 
+def tuning_root(table1: Sequence[Settings], given: Sequence[str]) -> str:
+    """Where trials are recorded, by the first of them: to compose all takes a while."""
+    first = table1[0]
+    one = f"model={first.model.name}", f"method={first.method.name}", "+trial=t0"
+    return sweep("tuning", [*_without(given, "model", "method", "trial"), *one]).jobs()[0].results.root
+
+
 def controls(table1: Sequence[Settings], device_name: str, given: Sequence[str]) -> tuple[list[Sweep], list[str]]:
     """The sweeps of all controls that records allow, and a sentence for each network whose records are lacking.
 

@@ -35,6 +35,8 @@ VERDICT: dict[State, Verdict] = {
 }
 """Of a claim that rests on a single test."""
 
+LESS_IS_BETTER = ("seconds", "memory_peak_bytes")
+
 MATCHING = 1.01
 """A ratio of time or memory up to which one matches the other."""
 LOW_SHARE = 0.05
@@ -57,7 +59,7 @@ RULES = (
 
 
 @dataclass(frozen=True)
-class Tested:
+class Checked:
     """One comparison of a claim, and what was measured, as text."""
 
     state: State
@@ -67,7 +69,7 @@ class Tested:
 @dataclass(frozen=True)
 class Judged:
     claim: Claim
-    tests: tuple[Tested, ...]
+    tests: tuple[Checked, ...]
     verdict: Verdict
 
     @property
@@ -78,13 +80,13 @@ class Judged:
         )
 
 
-def every(tests: Sequence[Tested]) -> Verdict:
+def every(tests: Sequence[Checked]) -> Verdict:
     """Of a claim that is made of all its tests."""
     states = {test.state for test in tests}
     return "reproduced" if states == {"holds"} else _short_of_all(states)
 
 
-def some(tests: Sequence[Tested]) -> Verdict:
+def some(tests: Sequence[Checked]) -> Verdict:
     """Of a claim of the best case: "up to"."""
     states = {test.state for test in tests}
     if "holds" in states:
@@ -143,18 +145,18 @@ def judged(evidence: Evidence) -> list[Judged]:
     ]
 
 
-def _judged(claim: Claim, tests: list[Tested], rule: Callable[[Sequence[Tested]], Verdict]) -> Judged:
+def _judged(claim: Claim, tests: list[Checked], rule: Callable[[Sequence[Checked]], Verdict]) -> Judged:
     return Judged(claim, tuple(tests), rule(tests))
 
 
-def _audited(key: str) -> Tested:
+def _audited(key: str) -> Checked:
     claim = CLAIMS[key]
     finding = next(each for each in findings() if (each.where, each.what) == (claim.where, claim.what))
-    return Tested("untested", f"a matter of the paper's own figures, which the audit finds: {finding.verdict}")
+    return Checked("untested", f"a matter of the paper's own figures, which the audit finds: {finding.verdict}")
 
 
-_Rule = Callable[[Sequence[Tested]], Verdict]
-_Claim = Callable[[Evidence], tuple[list[Tested], _Rule]]
+_Rule = Callable[[Sequence[Checked]], Verdict]
+_Claim = Callable[[Evidence], tuple[list[Checked], _Rule]]
 
 _ALL, _CIFAR10, _CIFAR100 = tuple(DATASET_LABELS), ("cifar10",), ("cifar100",)
 _MODELS, _BASELINES = tuple(MODEL_LABELS), ("fp32", "amp")
@@ -169,7 +171,7 @@ def _pairs(
     ours: str = "triaccel",
     rule: _Rule = every,
 ) -> _Claim:
-    def tests(evidence: Evidence) -> tuple[list[Tested], _Rule]:
+    def tests(evidence: Evidence) -> tuple[list[Checked], _Rule]:
         made = [
             _pair(evidence, judge, field, dataset, model, ours, theirs)
             for dataset in datasets
@@ -182,20 +184,20 @@ def _pairs(
     return tests
 
 
-def _pair(evidence: Evidence, judge, field: str, dataset: str, model: str, ours: str, theirs: str) -> Tested:
+def _pair(evidence: Evidence, judge, field: str, dataset: str, model: str, ours: str, theirs: str) -> Checked:
     where = _where(dataset, model)
     compared = evidence.pair(dataset, model, ours, theirs, field)
     if compared is None:
         lacking = [METHODS[each] for each in (ours, theirs) if evidence.cell(dataset, model, each) is None]
-        return Tested("untested", f"{where}: no finished run of {' and '.join(lacking)}")
+        return Checked("untested", f"{where}: no finished run of {' and '.join(lacking)}")
     if compared.found is None:
-        return Tested("untested", f"{where} against {METHODS[theirs]}: {compared.text}, or not measured")
-    return Tested(judge(compared), f"{where} against {METHODS[theirs]}: {compared.text}")
+        return Checked("untested", f"{where} against {METHODS[theirs]}: {compared.text}, or not measured")
+    return Checked(judge(compared), f"{where} against {METHODS[theirs]}: {compared.text}")
 
 
-def _without_records(evidence: Evidence, datasets: Iterable[str]) -> list[Tested]:
+def _without_records(evidence: Evidence, datasets: Iterable[str]) -> list[Checked]:
     lacking = [DATASET_LABELS[dataset] for dataset in datasets if not evidence.has(dataset)]
-    return [Tested("untested", f"{' and '.join(lacking)}: no record")] if lacking else []
+    return [Checked("untested", f"{' and '.join(lacking)}: no record")] if lacking else []
 
 
 def _where(dataset: str, model: str) -> str:
@@ -226,53 +228,55 @@ def _lower(compared: Compared) -> State:
 def _level(method: str, field: str, scale: float, unit: str, judge: Callable[[Difference], bool]) -> _Claim:
     """A figure of ResNet-18 on CIFAR-10 by itself."""
 
-    def tests(evidence: Evidence) -> tuple[list[Tested], _Rule]:
+    def tests(evidence: Evidence) -> tuple[list[Checked], _Rule]:
         cell = evidence.cell("cifar10", "resnet18", method)
         if cell is None:
-            return [Tested("untested", f"{_where('cifar10', 'resnet18')}: no finished run of {METHODS[method]}")], every
+            return [
+                Checked("untested", f"{_where('cifar10', 'resnet18')}: no finished run of {METHODS[method]}")
+            ], every
         return [alone({seed: value / scale for seed, value in values(cell, field).items()}, judge, unit)], every
 
     return tests
 
 
-def alone(measured: dict[int, float], judge: Callable[[Difference], bool], unit: str, where: str = "") -> Tested:
+def alone(measured: dict[int, float], judge: Callable[[Difference], bool], unit: str, where: str = "") -> Checked:
     """A mean with its interval, beside no other cell."""
     found = compare.paired(measured, dict.fromkeys(measured, 0.0))
     if found is None:
-        return Tested("untested", f"{where}not measured")
+        return Checked("untested", f"{where}not measured")
     interval = "" if found.low is None else f" [{found.low:.4g}, {found.high:.4g}]"
     text = f"{where}{found.mean:.4g}{interval} {unit}, n = {found.n}"
     if found.low is None:
-        return Tested("untested", text)
-    return Tested("holds" if judge(found) else "opposite", text)
+        return Checked("untested", text)
+    return Checked("holds" if judge(found) else "opposite", text)
 
 
-def _of_each(judge: Callable[[Cell, str], Tested], datasets: Sequence[str] = _ALL) -> _Claim:
+def _of_each(judge: Callable[[Cell, str], Checked], datasets: Sequence[str] = _ALL) -> _Claim:
     """A claim about Tri-Accel by itself, on every network."""
 
-    def tests(evidence: Evidence) -> tuple[list[Tested], _Rule]:
+    def tests(evidence: Evidence) -> tuple[list[Checked], _Rule]:
         made = []
         for dataset in datasets:
             for model in _MODELS if evidence.has(dataset) else ():
                 cell = evidence.cell(dataset, model, "triaccel")
                 where = _where(dataset, model)
-                missing = Tested("untested", f"{where}: no finished run of {METHODS['triaccel']}")
+                missing = Checked("untested", f"{where}: no finished run of {METHODS['triaccel']}")
                 made.append(missing if cell is None else judge(cell, f"{where}: "))
         return [*made, *_without_records(evidence, datasets)], every
 
     return tests
 
 
-def _efficiency(cell: Cell, where: str) -> Tested:
+def _efficiency(cell: Cell, where: str) -> Checked:
     found = footers.trend(cell, "cost_thirds")
     if found is None or found.low is None:
-        return Tested("untested", f"{where}needs three epochs, VRAM and two seeds")
+        return Checked("untested", f"{where}needs three epochs, VRAM and two seeds")
     state: State = "holds" if found.high < 1 else "opposite" if found.low > 1 else "open"
     text = f"seconds × GB in the last third of epochs × {found.mean:.3f} [{found.low:.3f}, {found.high:.3f}]"
-    return Tested(state, f"{where}{text}, n = {found.n}")
+    return Checked(state, f"{where}{text}, n = {found.n}")
 
 
-def _overhead(cell: Cell, where: str) -> Tested:
+def _overhead(cell: Cell, where: str) -> Checked:
     parts = ("controller", "probe", "capture")
     shares = {
         each.seed: 100 * sum(each.split_seconds[part] for part in parts) / each.seconds
@@ -282,14 +286,14 @@ def _overhead(cell: Cell, where: str) -> Tested:
     return alone(shares, lambda found: found.low <= 100 * LOW_SHARE, "% of the time", where)
 
 
-def _stability(cell: Cell, where: str) -> Tested:
+def _stability(cell: Cell, where: str) -> Checked:
     planned = sum(run.status not in ("interrupted",) for run in cell.runs)
     lost = [f"seed {run.seed} {run.status}" for run in cell.runs if run.status in ("diverged", "oom", "failed")]
     text = f"{where}{len(cell.summaries)} of {planned} runs finished"
-    return Tested("opposite", f"{text} ({', '.join(lost)})") if lost else Tested("holds", text)
+    return Checked("opposite", f"{text} ({', '.join(lost)})") if lost else Checked("holds", text)
 
 
-def _below_budget(cell: Cell, where: str) -> Tested:
+def _below_budget(cell: Cell, where: str) -> Checked:
     shares = {
         each.seed: each.memory_peak_bytes / each.budget_bytes
         for each in cell.summaries
@@ -360,9 +364,19 @@ def printed_effect(ours: Table1Row, theirs: Table1Row, field: str) -> float:
 
 
 def against_printed(compared: Compared, effect: float) -> State:
-    """Whether what was measured is what the paper prints: of no difference, that it is no worse."""
-    nothing = 1.0 if compared.quantity.ratio else 0.0
-    return no_worse(compared) if effect == nothing else reaches(compared, effect)
+    """Whether what was measured is what the paper prints.
+
+    A gain as ``reaches`` has it, no difference as ``no_worse``; of a loss holds what may be as small as printed.
+    """
+    nothing, less = (1.0 if compared.quantity.ratio else 0.0), compared.quantity.field in LESS_IS_BETTER
+    if effect == nothing:
+        return no_worse(compared)
+    if (effect < nothing) == less:
+        return reaches(compared, effect)
+    if not compared.known:
+        return "untested"
+    as_small = compared.found.low <= effect if less else compared.found.high >= effect
+    return "holds" if as_small else "opposite"
 
 
 def printed_pairs(dataset: str, model: str) -> list[tuple[Table1Row, Table1Row]]:
