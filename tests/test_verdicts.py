@@ -13,7 +13,8 @@ from triaccel_bench.compare import Difference, paired
 from triaccel_bench.differences import ACCURACY, QUANTITIES
 from triaccel_bench.evidence import EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
 from triaccel_bench.results import Results
-from triaccel_bench.verdict_page import levelled_off, page
+from triaccel_bench.verdict_page import page
+from triaccel_bench.verdict_tables import levelled_off
 from triaccel_bench.verdicts import Checked, every, some
 
 TIME = next(quantity for quantity in QUANTITIES if quantity.field == "seconds")
@@ -281,7 +282,7 @@ def test_figures_of_the_paper_come_from_its_data(monkeypatch):
 def test_the_pages_code_types_no_figure_of_the_paper():
     printed = {re.sub(r"[^0-9.]", "", claim.printed) for claim in paper.CLAIMS.values()} - {"", "."}
     printed |= {str(value) for row in paper.TABLE1 for value in (row.accuracy_percent, row.seconds, row.score)}
-    for module in ("verdict_page", "verdicts", "evidence"):
+    for module in ("verdict_page", "verdict_tables", "verdicts", "evidence"):
         source = (Path(verdicts.__file__).parent / f"{module}.py").read_text()
         typed = set(re.findall(r"\d+\.\d+", source))
         assert not typed & {value for value in printed if "." in value}, module

@@ -314,6 +314,10 @@ def sentence(error: Exception) -> str:
     text = " ".join(dict.fromkeys(lines))
     if missing := re.search(r"Could not find 'hydra/launcher/(joblib|submitit|ray)", text):
         return f"{text}; pip install -e '.[{missing[1]}]' brings it"
+    if unresolved := re.match(r"Error resolving interpolation '([^']+)', possible interpolation keys: (.+)", text):
+        # The group tuned hangs on all three; one of them was taken away.
+        gone = [key for key in re.findall(r"\w+", unresolved[1]) if key not in unresolved[2].split(", ")]
+        return f"{', '.join(gone)}: expected a value, got none; set it or use the shipped conf/ group"
     return text + _suggestion(text)
 
 
