@@ -9,9 +9,9 @@ import pytest
 from measured import GB, epoch, provenance, run, settings, write
 
 from triaccel_bench import paper, tables_cli, targets, verdicts
-from triaccel_bench.compare import Difference, paired
+from triaccel_bench.compare import Difference, holm, paired
 from triaccel_bench.differences import ACCURACY, QUANTITIES
-from triaccel_bench.evidence import EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
+from triaccel_bench.evidence import CLAIMED, EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
 from triaccel_bench.results import Results
 from triaccel_bench.verdict_page import page
 from triaccel_bench.verdict_tables import levelled_off
@@ -158,6 +158,21 @@ def test_verdicts_of_made_up_records():
     assert verdict_of("saved_resnet18", *study(triaccel=(81.5, 14.0, 0.190))) == "contradicted"
 
 
+def test_p_values_are_corrected_within_a_family():
+    """Controls take nothing from what can be claimed of the paper's method."""
+    plain, beside = evidence(*study()), evidence(*study(), *controls())
+    assert plain.tests == 2 * (3 * 4 + 3) + 2 * 8 and beside.tests == plain.tests + 5 * 4
+    for found in (plain, beside):
+        p = [
+            found.pair("cifar10", m, *pair, f).p for m in paper.MODEL_LABELS for pair, fs in CLAIMED.items() for f in fs
+        ]
+        raw = [
+            found.pair("cifar10", m, *pair, f).found.p
+            for m in paper.MODEL_LABELS for pair, fs in CLAIMED.items() for f in fs
+        ]  # fmt: skip
+        assert p == pytest.approx(holm(raw))
+
+
 def test_one_seed_tests_nothing():
     runs = [one for one in study() if one.seed == 0]
     assert {each.outcome for each in targets.reached(evidence(*runs))} == {"not tested"}
@@ -260,6 +275,7 @@ def test_records_of_another_device_are_named_and_left_out():
     other = cell("resnet18", "fp32", (10.0, 1.0, 0.1), provenance=provenance("Card B"))
     text = page(Results((*study(), *other)))
     assert "Not on this page: records of Card B." in text and "10.02" not in text
+    assert evidence(*study(), *other).unused == []
     assert Evidence(Results((*study(), *other)), "b").device_name == "Card B"
 
 

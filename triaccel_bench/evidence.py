@@ -1,11 +1,12 @@
 """What records of a reproduction say, before anybody judges it: one study a network, its controls, pairs by seed.
 
-Every test that a page may draw on is made at once, so that p values are corrected over all of them together.
+All tests of a family (the paper's claims, the targets, the controls) are made at once, and p values are corrected over
+them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,28 +16,25 @@ from triaccel_bench.compare import Difference
 from triaccel_bench.differences import QUANTITIES, Quantity, least, values
 from triaccel_bench.labels import order
 from triaccel_bench.results import Results
-from triaccel_bench.tuning import Tuning, is_trial, tunings
+from triaccel_bench.tuning import Tuning, tunings
 
 OURS = "triaccel_plus"
-PAIRS = (
-    ("tf32", "fp32"),
-    ("amp", "fp32"),
-    ("triaccel", "fp32"),
-    ("triaccel", "amp"),
-    (OURS, "fp32"),
-    (OURS, "amp"),
-    ("triaccel_batch", "fp32"),
-    ("triaccel_precision", "fp32"),
-    ("triaccel", "triaccel_precision"),
-)
-"""Whom the paper's claims and the targets compare with whom."""
-
-BY_FIELD = {quantity.field: quantity for quantity in QUANTITIES}
+_ALL_FOUR = tuple(quantity.field for quantity in QUANTITIES)
+CLAIMED = {
+    ("amp", "fp32"): _ALL_FOUR,
+    ("triaccel", "fp32"): _ALL_FOUR,
+    ("triaccel", "amp"): _ALL_FOUR,
+    ("triaccel_batch", "fp32"): ("seconds",),
+    ("triaccel_precision", "fp32"): ("memory_peak_bytes",),
+    ("triaccel", "triaccel_precision"): ("memory_peak_bytes",),
+}
+"""Whom the paper's claims compare with whom, in what."""
+TARGETED = {(OURS, "fp32"): _ALL_FOUR, (OURS, "amp"): _ALL_FOUR}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One quantity of two cells, with its p value after Holm's correction over all tests."""
+    """One quantity of two cells, with its p value after Holm's correction over all tests of its family."""
 
     ours: Cell
     theirs: Cell
@@ -73,7 +71,7 @@ class Evidence:
 
     def __init__(self, results: Results, device: str = "") -> None:
         self.problems = results.problems
-        found = [cell for cell in cells(run for run in results.runs if not is_trial(run)) if as_in_the_paper(cell)]
+        found = [cell for cell in cells(results.runs) if as_in_the_paper(cell)]
         named = [cell for cell in found if device.lower() in (cell.device_name or "").lower()]
         self.device_name = _most(named, lambda cell: cell.device_name)
         self._found = [cell for cell in named if cell.device_name == self.device_name]
@@ -136,29 +134,36 @@ class Evidence:
 
     @cached_property
     def _tests(self) -> dict[tuple[int, int, str], Compared]:
-        made = [
-            (
-                ours,
-                theirs,
-                quantity,
-                compare.paired(*(values(c, quantity.field) for c in (ours, theirs)), quantity.ratio),
-            )
-            for ours, theirs in self._pairs()
-            for quantity in QUANTITIES
-        ]
-        corrected = compare.holm([found and found.p for *_, found in made])
+        families = self._of_studies(CLAIMED), self._of_studies(TARGETED), self._of_controls()
         return {
-            (id(ours), id(theirs), quantity.field): Compared(ours, theirs, quantity, found, p)
-            for (ours, theirs, quantity, found), p in zip(made, corrected)
+            (id(each.ours), id(each.theirs), each.quantity.field): each
+            for family in families
+            for each in _corrected(list(family))
         }
 
-    def _pairs(self) -> Iterator[tuple[Cell, Cell]]:
-        for (dataset, model), study in self._studies.items():
-            yield from ((study[ours], study[theirs]) for ours, theirs in PAIRS if {ours, theirs} <= study.keys())
-            controls = self.controls(dataset, model)
-            yield from ((study[OURS], cell) for _, cell in controls)
-            shuffled = [cell for kind, cell in controls if kind == SHUFFLED]
-            yield from ((cell, other) for kind, cell in controls if kind == FOLLOWED for other in shuffled)
+    def _of_studies(self, pairs: Mapping[tuple[str, str], Sequence[str]]) -> Iterator[tuple[Cell, Cell, Quantity]]:
+        for study in self._studies.values():
+            for (ours, theirs), fields in pairs.items():
+                if {ours, theirs} <= study.keys():
+                    yield from (
+                        (study[ours], study[theirs], quantity) for quantity in QUANTITIES if quantity.field in fields
+                    )
+
+    def _of_controls(self) -> Iterator[tuple[Cell, Cell, Quantity]]:
+        for key, study in self._studies.items():
+            found = self.controls(*key)
+            pairs = [(study[OURS], cell) for _, cell in found]
+            shuffled = [cell for kind, cell in found if kind == SHUFFLED]
+            pairs += [(cell, other) for kind, cell in found if kind == FOLLOWED for other in shuffled]
+            yield from ((*pair, quantity) for pair in pairs for quantity in QUANTITIES)
+
+
+def _corrected(tests: Sequence[tuple[Cell, Cell, Quantity]]) -> list[Compared]:
+    found = [compare.paired(*(values(cell, q.field) for cell in pair), q.ratio) for *pair, q in tests]
+    return [
+        Compared(*test, each, p)
+        for test, each, p in zip(tests, found, compare.holm([each and each.p for each in found]))
+    ]
 
 
 MEAN_BATCH, EQUAL_TIME = "at Tri-Accel Plus's mean batch", "for as long as Tri-Accel Plus"

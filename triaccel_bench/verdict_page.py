@@ -57,7 +57,8 @@ def _introduction(evidence: Evidence, judged: Sequence[verdicts.Judged]) -> str:
         footers.provenance_text(evidence.cells),
         f"{tables.count(runs, 'finished run')} in {tables.count(len(evidence.cells), 'cell')}.",
         "Methods are compared seed by seed, as differences of accuracy in points and as ratios of all else, with 95 % "
-        f"intervals; p values are corrected over {tables.count(evidence.tests, 'test')}.",
+        f"intervals; {tables.count(evidence.tests, 'p value')} are corrected by Holm, those of the paper's claims, of "
+        "the targets and of the controls each among themselves.",
     ]
     summary = [
         f"**Of {len(judged)} claims:** {told}.",

@@ -44,9 +44,9 @@ LOW_SHARE = 0.05
 
 RULES = (
     "A test holds where the difference is shown in the claim's direction (its 95 % interval excludes none at all, and "
-    "p, corrected by Holm over all tests of this page, is below 5 %) and a printed size lies within the interval or is "
-    "exceeded. It is weaker where the direction is shown and the printed size is not reached, opposite where the other "
-    "direction is shown, and open otherwise. Without an interval (one seed) nothing is tested.",
+    "p, corrected by Holm over all tests of the paper's claims, is below 5 %) and a printed size lies within the "
+    "interval or is exceeded. It is weaker where the direction is shown and the printed size is not reached, opposite "
+    "where the other direction is shown, and open otherwise. Without an interval (one seed) nothing is tested.",
     f"“Matches or outperforms” holds where the one-sided 95 % bound of accuracy loses no more than {MARGIN:g} points, "
     f"or where the interval of a ratio ends at {MATCHING:g} or better.",
     "A figure by itself (a mean with its interval) holds where the interval reaches it, and is opposite where not.",
