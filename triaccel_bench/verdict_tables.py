@@ -194,12 +194,9 @@ def losses(evidence: Evidence) -> list[str]:
         compared = {field: evidence.compared(ours, theirs, field) for field in QUANTITY_NAMES}
         known = {field: each for field, each in compared.items() if each is not None and each.known}
         where = f"{DATASET_LABELS[dataset]}, {MODEL_LABELS[model]}"
-        worse = [
-            f for f, each in known.items() if each.verdict == ("higher" if f in verdicts.LESS_IS_BETTER else "lower")
-        ]
-        better = [
-            f for f, each in known.items() if each.verdict == ("lower" if f in verdicts.LESS_IS_BETTER else "higher")
-        ]
+        good = {field: "lower" if field in verdicts.LESS_IS_BETTER else "higher" for field in known}
+        better = [field for field, each in known.items() if each.verdict == good[field]]
+        worse = [field for field, each in known.items() if each.verdict not in ("no claim", good[field])]
         parts = [
             f"{verb} in {_list(f'{QUANTITY_NAMES[f]} ({known[f].text})' for f in fields)}"
             for verb, fields in (("loses", worse), ("wins", better))
