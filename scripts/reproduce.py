@@ -27,6 +27,7 @@ from triaccel_bench.preflight import duration
 from triaccel_bench.reproduction import PARTS, Forecast, Forecaster, Sweep, controls, limited, sweep, tuning_root
 from triaccel_bench.runner import Refused
 from triaccel_bench.settings import Settings, SettingsError
+from triaccel_bench.terminal import silence_output
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import choose_trials  # noqa: E402
@@ -41,6 +42,10 @@ def main(arguments: Sequence[str]) -> int:
     except (HydraException, OmegaConfBaseException, SettingsError, Refused) as error:
         print(f"reproduce: {cli.sentence(error)}", file=sys.stderr)
         return REFUSED
+    except BrokenPipeError:
+        # Whoever read the output has seen enough.
+        silence_output()
+        return INTERRUPTED
     except KeyboardInterrupt:
         print("reproduce: interrupted; finished runs are kept, run the same command to go on", file=sys.stderr)
         return INTERRUPTED

@@ -279,6 +279,16 @@ def test_records_of_another_device_are_named_and_left_out():
     assert Evidence(Results((*study(), *other)), "b").device_name == "Card B"
 
 
+def test_records_of_earlier_code_are_named_and_left_out():
+    later = [
+        one for method in ("fp32", "amp") for one in cell("resnet18", method, results_version=2, cell=f"2 {method}")
+    ]
+    found = evidence(*study(), *later)
+    assert {one.method for one in found.cells if one.model == "resnet18"} == {"fp32", "amp"}
+    assert found.cell("cifar10", "resnet18", "amp").cell == "2 amp" and len(found.unused) == len(FIGURES)
+    assert "Tri-Accel Plus, cell cifar10-resnet18-triaccel_plus: not comparable" in page(Results((*study(), *later)))
+
+
 def test_the_same_records_in_any_order_give_the_same_bytes():
     runs = [*study(), *controls()]
     assert page(Results(tuple(runs))) == page(Results(tuple(reversed(runs))))
