@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test tables figures report bench bench-curvature bench-memory reference clean
+.PHONY: help install demo test tables figures report bench bench-curvature bench-memory reference reproduce clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ bench-memory: $(INSTALLED) ## of these memory alone: less of it, batches that fi
 reference: $(INSTALLED) ## this box's records, checked and packed into results/reference/$(BOX): make reference BOX=t4-colab DEVICE=T4
 	@code=0; $(BIN)/triaccel-tables pack --box '$(BOX)' --device '$(DEVICE)' || code=$$?; \
 	if [ $$code -lt 2 ]; then $(BIN)/triaccel-tables boxes; fi; exit $$code
+
+reproduce: $(INSTALLED) ## every run behind results/README.md on one GPU, then that page: make reproduce ARGS='--list'
+	$(BIN)/python scripts/reproduce.py $(ARGS)
 
 clean: ## remove .venv and build products; results stay
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache

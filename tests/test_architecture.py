@@ -68,7 +68,7 @@ LEVELS = {
         "hessian",
         "jacobian",
     },
-    3: {"claims", "audit", "preflight", "engine", "footers", "sheet", "curvature", "reference", "replay"},
+    3: {"tuning", "claims", "audit", "preflight", "engine", "footers", "sheet", "curvature", "reference", "replay"},
     4: {
         "inspection",
         "pace",
@@ -83,13 +83,14 @@ LEVELS = {
         "series",
         "split",
     },
-    5: {"assembly", "loop", "charts", "scenes", "pages"},
-    6: {"trainer", "figures", "plots"},
-    7: {"worker", "report"},
-    8: {"child"},
+    5: {"assembly", "loop", "charts", "scenes", "pages", "evidence"},
+    6: {"trainer", "figures", "plots", "verdicts", "targets"},
+    7: {"worker", "report", "verdict_tables"},
+    8: {"child", "verdict_page"},
     9: {"runner"},
     10: {"launching"},
     11: {"cli", "tables_cli"},
+    12: {"reproduction"},
 }
 LEVEL_OF = {name: level for level, names in LEVELS.items() for name in names} | {"kernels": 0}
 

@@ -13,7 +13,7 @@ from triaccel_bench.differences import LEAST_BYTES, QUANTITIES, differences
 from triaccel_bench.labels import method_label
 from triaccel_bench.layout import to_csv, to_markdown
 from triaccel_bench.results import Results
-from triaccel_bench.tables import table1
+from triaccel_bench.tables import table1, table2
 
 FP32 = [(77.1, 21.0, 0.350), (77.4, 21.3, 0.350), (76.9, 20.9, 0.350)]
 AMP = [(77.0, 10.0, 0.300), (77.5, 10.2, 0.300), (76.8, 9.9, 0.300)]
@@ -88,6 +88,32 @@ def test_only_cells_that_differ_in_their_method_alone_are_compared():
         one.settings["epochs"] = 99
     assert made(ALL[0], other).rows == ()
     assert len(made(ALL[0], seeds("triaccel", OURS)).rows) == 1
+
+
+def tuned(method: str, figures, lr: float, cell: str):
+    made = seeds(method, figures, cell=cell)
+    for one in made:
+        one.settings["optimizer"]["lr"] = lr
+    return made
+
+
+def test_methods_at_their_own_learning_rates_are_compared_and_it_is_said():
+    table = made(ALL[0], tuned("triaccel", OURS, 0.05, "own"))
+    assert row(table, "triaccel", "fp32").seconds_ratio_claim == "lower"
+    (said,) = [footer for footer in table.footers if "each at its own" in footer]
+    assert "optimizer.lr (0.05 and 0.1)" in said
+    reductions = table2(Results((*ALL[0], *tuned("triaccel", OURS, 0.05, "own"))))
+    assert reductions.frame.reduction_percent.iloc[1] == pytest.approx(100 * (1 - 0.299 / 0.350))
+    assert any("beside FP32, each at its own optimizer.lr" in footer for footer in reductions.footers)
+
+
+def test_the_same_learning_rate_comes_first():
+    other = [(accuracy, 2 * seconds, gb) for accuracy, seconds, gb in FP32]
+    table = made(ALL[0], tuned("fp32", other, 0.05, "other"), tuned("triaccel", OURS, 0.05, "own"))
+    assert row(table, "triaccel", "fp32").against_cell == "other"
+    assert not any("each at its own" in footer for footer in table.footers)
+    none = made(ALL[0], tuned("fp32", other, 0.05, "other"), tuned("triaccel", OURS, 0.2, "own"))
+    assert none.rows == ()  # which of the two it would be is not to be known
 
 
 def test_one_seed_makes_no_claim_and_no_interval():

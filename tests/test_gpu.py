@@ -4,6 +4,8 @@ import gc
 
 import pytest
 import torch
+from recorded import write
+from test_openloop import agreeing
 from tiny import images, settings, trainer
 
 from triaccel_bench import captures, hardware, models, precision
@@ -364,3 +366,26 @@ def test_a_card_without_native_bf16_trains_on_its_substitutes(card, monkeypatch)
     assert trace.decisions[0].requested.count("bf16") == len(trace.layers)
     assert run.epochs[-1].loss_scale_last is not None
     assert run.epochs[-1].evaluation_accuracy_percent > 10.0
+
+
+def test_a_recorded_schedule_is_followed_on_a_card(tmp_path):
+    """After as many steps as in the recorded run, in captured steps, and with what rounding leaves of its losses."""
+    made, run = trainer(
+        small("epochs=3", "method=triaccel", "method.precision.dwell=1", "method.curvature.max_overhead=1.0"), data()
+    )
+    made.train()
+    write(tmp_path, made, run)
+    follower, followed = trainer(
+        small("epochs=3", "method=replay", f"replay.run={tmp_path}", *agreeing(tmp_path)), data()
+    )
+    follower.train()
+    assert any(d.batch_after != d.batch_before or d.plan_changed for d in made.trace.decisions)
+    for theirs, ours in zip(run.epochs, followed.epochs, strict=True):
+        assert (theirs.steps, theirs.batch_mean, theirs.plan_changes) == (
+            ours.steps,
+            ours.batch_mean,
+            ours.plan_changes,
+        )
+        assert theirs.layers_executed == ours.layers_executed and theirs.rate_scale_min == ours.rate_scale_min
+        assert ours.train_loss == pytest.approx(theirs.train_loss, rel=0.05)
+    assert followed.graphs and not follower.trace.probes

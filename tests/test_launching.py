@@ -163,7 +163,7 @@ def test_a_launcher_without_a_sweep_is_a_mistake(run):  # noqa: F811
 
 def test_a_launcher_that_is_not_installed_is_told_with_its_extra(run, monkeypatch):  # noqa: F811
     error = "In 'config': Could not find 'hydra/launcher/submitit_slurm' Available options: basic"
-    assert cli._sentence(cli.SettingsError(error)).endswith("pip install -e '.[submitit]' brings it")
+    assert cli.sentence(cli.SettingsError(error)).endswith("pip install -e '.[submitit]' brings it")
 
 
 class Fake:

@@ -12,10 +12,14 @@ from functools import cached_property
 from typing import Any
 
 from triaccel_bench.identity import flat, identifying_settings
+from triaccel_bench.labels import is_whole
 from triaccel_bench.records import Meter, RunRecord
 from triaccel_bench.stats import Mean, RunSummary, mean_std, summarise, why_excluded
 
 _OF_THE_METHOD = ("method.", "replay.", "model.checkpointing", "memory.budget", "memory.calibration_steps")
+
+_TUNED = ("optimizer.lr", "optimizer.weight_decay")
+"""What each method may have at its own best."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,11 @@ class Cell:
         return read | {"batch.initial": str(self.settings["method"]["batch"]["initial"]), "memory.meter": self.meter}
 
     @cached_property
+    def shared_untuned(self) -> dict[str, str]:
+        """``shared`` without what is tuned for each method by itself."""
+        return {key: value for key, value in self.shared.items() if key not in _TUNED}
+
+    @cached_property
     def has_memory(self) -> bool:
         return self.mean("memory_peak_bytes") is not None
 
@@ -85,6 +94,14 @@ class Cell:
         one_meter = quantity == "memory_peak_bytes"
         chosen = (summary for summary in self.summaries if not one_meter or summary.meter == self.meter)
         return mean_std(getattr(summary, quantity) for summary in chosen)
+
+
+def as_in_the_paper(cell: Cell) -> bool:
+    """The set itself, its test images, and torchvision's models at 32x32 from scratch, which the paper's VRAM fits."""
+    model, dataset = cell.settings["model"], cell.settings["dataset"]
+    shape = (model["stem"], model["input_size"], model["weights"])
+    whole = is_whole(cell.dataset, dataset, cell.samples)
+    return whole and shape == ("imagenet", 32, "none") and dataset["evaluate_on"] == "test"
 
 
 def names(cell: Cell) -> tuple[str, ...]:
@@ -150,28 +167,46 @@ def _told_apart(alike: list[Cell]) -> Iterator[Cell]:
 
 
 def baseline(cell: Cell, found: Iterable[Cell]) -> Cell | None:
-    """The one fp32 cell, with memory of the same meter, that differs from ``cell`` in its method and budget alone."""
-    alike = [other for other in _fp32_cells(cell, found) if other.has_memory and other.shared == cell.shared]
+    """The one fp32 cell, with memory of the same meter, that differs from ``cell`` in its method and budget alone.
+
+    Where none has the same learning rate and weight decay either, the one of others, as if each were tuned.
+    """
+    measured = [other for other in _fp32_cells(cell, found) if other.has_memory]
+    alike = [other for other in measured if other.shared == cell.shared]
+    alike = alike or [other for other in measured if other.shared_untuned == cell.shared_untuned]
     return alike[0] if len(alike) == 1 else None
 
 
 class Counterparts:
-    """Finds the cells that differ from another in their method and budget alone; only those with a finished seed."""
+    """Finds the cells that differ from another in their method and budget alone; only those with a finished seed.
+
+    Where none has the same learning rate and weight decay either, the one of others counts, as if each were tuned.
+    """
 
     def __init__(self, found: Iterable[Cell]) -> None:
         self._alike: dict[tuple, list[Cell]] = {}
         for cell in found:
             if cell.summaries:
-                self._alike.setdefault(self._key(cell, cell.method), []).append(cell)
+                for shared in (cell.shared, cell.shared_untuned):
+                    self._alike.setdefault(self._key(cell, cell.method, shared), []).append(cell)
 
     def of(self, cell: Cell, method: str) -> Cell | None:
         """The one of ``method``; ``None`` where there is none, or more than one."""
-        alike = self._alike.get(self._key(cell, method), ())
+        exact, untuned = (
+            self._alike.get(self._key(cell, method, shared), ()) for shared in (cell.shared, cell.shared_untuned)
+        )
+        alike = exact or untuned
         return alike[0] if len(alike) == 1 else None
 
     @staticmethod
-    def _key(cell: Cell, method: str) -> tuple:
-        return cell.dataset, cell.model, method, *sorted(cell.shared.items())
+    def _key(cell: Cell, method: str, shared: dict[str, str]) -> tuple:
+        return cell.dataset, cell.model, method, *sorted(shared.items())
+
+
+def tuned_apart(cell: Cell, other: Cell) -> str:
+    """In what tuned settings two cells differ, with both values; empty where in none."""
+    keys = [key for key in _TUNED if cell.shared.get(key) != other.shared.get(key)]
+    return ", ".join(f"{key} ({cell.shared.get(key)} and {other.shared.get(key)})" for key in keys)
 
 
 def why_no_baseline(cell: Cell, found: Iterable[Cell]) -> str:

@@ -39,14 +39,19 @@ from triaccel_bench.tables import table1
 from triaccel_bench.terminal import print_any_name, render_terminal, silence_output
 
 
-def main() -> None:
-    """Console entry; never returns normally."""
+def main() -> NoReturn:
+    """Console entry."""
+    interruptible(lambda: run(sys.argv[1:]))
+
+
+def interruptible(command: Callable[[], int]) -> NoReturn:
+    """Exit with the code of a command, which whoever may end this process can ask to stop in good order."""
     print_any_name()
     # Slurm and `timeout` ask with SIGTERM, Slurm's --signal with SIGUSR1; left alone, they would end this process and
     # not the child.
     for number in INTERRUPTIONS:
         signal.signal(number, _interrupt_once)
-    code = run(sys.argv[1:])
+    code = command()
     for number in INTERRUPTIONS:
         # The end of the interpreter would otherwise take its handlers away while it can still be asked.
         signal.signal(number, signal.SIG_IGN)
@@ -62,30 +67,11 @@ def _interrupt_once(*_: object) -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Run the command line ``arguments`` and return the exit code."""
-    # Hydra would print a traceback hint and exit 1 by itself; with this it raises and we say it in a sentence.
-    os.environ["HYDRA_FULL_ERROR"] = "1"
     deadline.begin()
-    options = _options(arguments)
-    jobs: list[Settings] = []
-    asked: list[Asked] = []
-    mistakes: list[Exception] = []
-
-    @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_PACKAGE}", config_name="config")
-    def job(config: DictConfig) -> None:
-        try:
-            _require_a_sweep(HydraConfig.get())
-            # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
-            jobs.append(to_settings(config))
-            asked.append(Asked(tuple(HydraConfig.get().overrides.task), options))
-        except (SettingsError, OmegaConfBaseException) as error:
-            # Raised here, Hydra would add a line of its own.
-            mistakes.append(error)
-
-    launching.Withhold.kept = None
-    previous, sys.argv = sys.argv, ["triaccel-bench", *_hydra_arguments(arguments)]
+    previous = sys.argv
     try:
         try:
-            _compose(job)
+            jobs, asked, mistakes = _composed(arguments)
             if not mistakes and jobs and launching.Withhold.kept is not None:
                 return exit_code(_launch(launching.Withhold.kept, jobs, asked))
         finally:
@@ -100,7 +86,7 @@ def run(arguments: list[str]) -> int:
             # rich answers a closed pipe with it.
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE)) from None
     except (HydraException, OmegaConfBaseException, SettingsError, Refused) as error:
-        print(f"triaccel-bench: {_sentence(error)}", file=sys.stderr)
+        print(f"triaccel-bench: {sentence(error)}", file=sys.stderr)
         return 2
     except launching.LaunchError as error:
         print(f"triaccel-bench: {error}; finished seeds are kept, run the same command to go on", file=sys.stderr)
@@ -126,6 +112,50 @@ def run(arguments: list[str]) -> int:
     finally:
         sys.argv = previous
     return exit_code(outcomes)
+
+
+def jobs_of(arguments: list[str]) -> list[Settings]:
+    """Every job that a command line asks for, judged as ``run`` would, and none of them run.
+
+    Raises:
+        SettingsError: some job cannot be run, or there is none.
+        HydraException, OmegaConfBaseException: the command line cannot be composed.
+    """
+    previous = sys.argv
+    try:
+        jobs, _, mistakes = _composed(arguments)
+    finally:
+        sys.argv = previous
+        _remove_folders_of_hydra()
+    if mistakes:
+        raise mistakes[0]
+    return jobs
+
+
+def _composed(arguments: list[str]) -> tuple[list[Settings], list[Asked], list[Exception]]:
+    """All jobs with how they were asked for, and what is wrong with others; leaves ``sys.argv`` changed."""
+    # Hydra would print a traceback hint and exit 1 by itself; with this it raises and we say it in a sentence.
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    options = _options(arguments)
+    jobs: list[Settings] = []
+    asked: list[Asked] = []
+    mistakes: list[Exception] = []
+
+    @hydra.main(version_base="1.3", config_path=f"pkg://{CONFIG_PACKAGE}", config_name="config")
+    def job(config: DictConfig) -> None:
+        try:
+            _require_a_sweep(HydraConfig.get())
+            # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
+            jobs.append(to_settings(config))
+            asked.append(Asked(tuple(HydraConfig.get().overrides.task), options))
+        except (SettingsError, OmegaConfBaseException) as error:
+            # Raised here, Hydra would add a line of its own.
+            mistakes.append(error)
+
+    launching.Withhold.kept = None
+    sys.argv = ["triaccel-bench", *_hydra_arguments(arguments)]
+    _compose(job)
+    return jobs, asked, mistakes
 
 
 def _require_a_sweep(config: DictConfig) -> None:
@@ -268,7 +298,7 @@ def _summarise(outcomes: list[Outcome]) -> None:
         render_terminal(table1(read_results(sorted(folders))))
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     """One line: Hydra's and OmegaConf's messages span several, and the cause says more than the wrapper."""
     message = str(error)
     if isinstance(error, OverrideParseException):
@@ -284,6 +314,10 @@ def _sentence(error: Exception) -> str:
     text = " ".join(dict.fromkeys(lines))
     if missing := re.search(r"Could not find 'hydra/launcher/(joblib|submitit|ray)", text):
         return f"{text}; pip install -e '.[{missing[1]}]' brings it"
+    if unresolved := re.match(r"Error resolving interpolation '([^']+)', possible interpolation keys: (.+)", text):
+        # The group tuned hangs on all three; one of them was taken away.
+        gone = [key for key in re.findall(r"\w+", unresolved[1]) if key not in unresolved[2].split(", ")]
+        return f"{', '.join(gone)}: expected a value, got none; set it or use the shipped conf/ group"
     return text + _suggestion(text)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pandas
 
 from triaccel_bench import compare, footers
-from triaccel_bench.cells import Cell, Counterparts
+from triaccel_bench.cells import Cell, Counterparts, tuned_apart
 from triaccel_bench.compare import Bound, Difference, Verdict
 from triaccel_bench.footers import NOT_MEASURED
 from triaccel_bench.labels import method_label
@@ -32,7 +32,7 @@ CAPTION = (
 
 
 @dataclass(frozen=True)
-class _Quantity:
+class Quantity:
     header: str
     field: str
     """Of ``RunSummary``."""
@@ -40,12 +40,12 @@ class _Quantity:
     decimals: int
 
 
-ACCURACY = _Quantity("Acc (points)", "accuracy_percent", False, 2)
+ACCURACY = Quantity("Acc (points)", "accuracy_percent", False, 2)
 QUANTITIES = (
     ACCURACY,
-    _Quantity("Time (×)", "seconds", True, 3),
-    _Quantity("Memory (×)", "memory_peak_bytes", True, 3),
-    _Quantity("Score (×)", "score", True, 3),
+    Quantity("Time (×)", "seconds", True, 3),
+    Quantity("Memory (×)", "memory_peak_bytes", True, 3),
+    Quantity("Score (×)", "score", True, 3),
 )
 
 
@@ -62,7 +62,7 @@ class _Claim:
 class _Pair:
     cell: Cell
     against: Cell
-    claims: dict[_Quantity, _Claim]
+    claims: dict[Quantity, _Claim]
     bound: Bound | None
 
 
@@ -80,6 +80,7 @@ def differences(results: Results, margin: float = MARGIN) -> Table:
     notes = [
         *sheet.variant_notes,
         *(["One shared seed: no interval, and no claim."] if any(each and each.n == 1 for each in accuracies) else []),
+        *_own_rates(pairs, sheet),
         *footers.left_out(sheet.cells, sheet.name),
         *(f"Not used: {problem}" for problem in sheet.problems),
     ]
@@ -95,6 +96,13 @@ def differences(results: Results, margin: float = MARGIN) -> Table:
     )
 
 
+def _own_rates(pairs: list[_Pair], sheet: Sheet) -> list[str]:
+    told = [(pair, apart) for pair in pairs if (apart := tuned_apart(pair.cell, pair.against))]
+    return [
+        f"{sheet.name(pair.cell)} against {sheet.name(pair.against)}: each at its own {apart}" for pair, apart in told
+    ]
+
+
 def _pairs(cells: list[Cell], margin: float) -> list[_Pair]:
     """Of all cells; p values are corrected over all of them together."""
     counterparts = Counterparts(cells)
@@ -105,7 +113,7 @@ def _pairs(cells: list[Cell], margin: float) -> list[_Pair]:
         if (against := counterparts.of(cell, method)) is not None
     ]
     found = [
-        compare.paired(_values(cell, quantity.field), _values(against, quantity.field), ratio=quantity.ratio)
+        compare.paired(values(cell, quantity.field), values(against, quantity.field), ratio=quantity.ratio)
         for cell, against in compared
         for quantity in QUANTITIES
     ]
@@ -113,22 +121,24 @@ def _pairs(cells: list[Cell], margin: float) -> list[_Pair]:
     pairs = []
     for cell, against in compared:
         claims = {
-            quantity: _Claim(each, p, compare.verdict(each, p, _least(against, quantity)))
+            quantity: _Claim(each, p, compare.verdict(each, p, least(against, quantity)))
             for quantity, (each, p) in zip(QUANTITIES, tests)
         }
-        accuracies = _values(cell, ACCURACY.field), _values(against, ACCURACY.field)
+        accuracies = values(cell, ACCURACY.field), values(against, ACCURACY.field)
         pairs.append(_Pair(cell, against, claims, compare.not_inferior(*accuracies, margin)))
     return pairs
 
 
-def _values(cell: Cell, field: str) -> dict[int, float]:
+def values(cell: Cell, field: str) -> dict[int, float]:
+    """A ``RunSummary`` field of each finished seed that measured it; of memory, by the cell's one meter."""
     chosen = cell.summaries
     if field == "memory_peak_bytes":
         chosen = [summary for summary in chosen if summary.meter == cell.meter]
     return {each.seed: getattr(each, field) for each in chosen if getattr(each, field) is not None}
 
 
-def _least(against: Cell, quantity: _Quantity) -> float:
+def least(against: Cell, quantity: Quantity) -> float:
+    """The smallest difference from that cell that can be claimed."""
     memory = against.mean("memory_peak_bytes")
     return LEAST_BYTES / memory.mean if quantity.field == "memory_peak_bytes" and memory else 0.0
 
@@ -146,7 +156,7 @@ def _shown(pair: _Pair, sheet: Sheet) -> dict[str, str]:
     return shown
 
 
-def _text(claim: _Claim, quantity: _Quantity) -> str:
+def _text(claim: _Claim, quantity: Quantity) -> str:
     found = claim.found
     if found is None:
         return NOT_MEASURED

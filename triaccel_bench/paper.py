@@ -148,6 +148,15 @@ CLAIMS = {
     "score_amp": Claim("Conclusion", "score over AMP's, up to", "10 %"),
 }
 
+MEASURABLE = {
+    "efficiency": Claim("Abstract", "efficiency over the course of training", "gradually improving"),
+    "overhead": Claim("Section 3.4", "share of the time that control, probes and captures take", "low overhead"),
+    "stability": Claim("Section 4", "runs of Tri-Accel that end as planned, every task", "stability"),
+    "below_budget": Claim("Section 4", "peak VRAM beside the budget, every task", "below"),
+    "throughput": Claim("Section 4", "epoch time with the elastic batch alone beside FP32", "improves"),
+}
+"""Claims without a figure beside them in the paper: they can be measured, not audited."""
+
 REMARKS = (
     "Stated without a figure that follows from them: momentum 0.9, k = 5, T_curv = 200, b_curv = 32 (called far below "
     f"the training batch, which begins at {BATCH}), 3 seeds, 5 epochs of warm-up, means over the last 5 epochs.",

@@ -122,6 +122,27 @@ def preflight(cells: Sequence[Settings]) -> Report:
     return Report((*report.checks, lost), report.devices)
 
 
+def device_name(settings: Settings) -> str:
+    """What the device that the settings ask for is called. Raises ``Refused`` where it cannot be used."""
+    return _device_name(settings, None)
+
+
+def epoch_seconds(settings: Settings) -> float:
+    """Seconds that an epoch with its evaluation will take, by a few steps of a run that is thrown away.
+
+    Raises:
+        Refused: such a run cannot be set up, or its process ended early.
+    """
+    with Devices(lambda text: print(text, flush=True)) as devices:
+        ended = _child("time_epoch", (settings, _lease(devices, settings)), _hear_nothing, settings.runner.timeout)
+    if ended.verdict is None:
+        raise Refused(f"{cell_label(settings)}: the process of a few steps ended early ({ended.how})")
+    kind, payload = ended.verdict
+    if kind == "refused":
+        raise Refused(payload)
+    return payload
+
+
 def _lease(devices: Devices, settings: Settings) -> Lease | None:
     return devices.take(settings.device, settings.runner.share_gpu)
 
@@ -228,22 +249,33 @@ def _step_peak(run: RunRecord) -> int:
     return 0 if run.memory is None else run.memory.step_peak_bytes or 0
 
 
+def finished_run(settings: Settings, device_name: str, seed: int) -> RunRecord | None:
+    """The record that a sweep on that device would reuse for this seed."""
+    cell = identity(settings, device_name)
+    run, _ = _record(seed_folder(settings, cell, seed) / RUN_FILE, cell, seed)
+    return run if run is not None and run.status == "done" else None
+
+
 def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
+    run, fault = _record(path, cell, seed)
+    if fault is not None:
+        reporter.line(f"{fault}; running that seed again")
+    return run is not None and run.status == "done"
+
+
+def _record(path: Path, cell: str, seed: int) -> tuple[RunRecord | None, str | None]:
+    """A seed's record, or why what lies there is none of it; neither where nothing does."""
     if not path.exists():
-        return False
+        return None, None
     try:
         run = read_run(path)
     except RecordError as error:
-        reporter.line(f"{error.fault}; running that seed again")
-        return False
+        return None, error.fault
     if run.results_version != RESULTS_VERSION:
-        versions = f"results version {run.results_version}, not {RESULTS_VERSION}"
-        reporter.line(f"{path}: made by code of {versions}; running that seed again")
-        return False
+        return None, f"{path}: made by code of results version {run.results_version}, not {RESULTS_VERSION}"
     if (run.cell, run.seed) != (cell, seed):
-        reporter.line(f"{path}: holds seed {run.seed} of cell {run.cell}, not of this one; running that seed again")
-        return False
-    return run.status == "done"
+        return None, f"{path}: holds seed {run.seed} of cell {run.cell}, not of this one"
+    return run, None
 
 
 def _run_seed(

@@ -12,9 +12,9 @@ from typing import Any
 import pandas
 
 from triaccel_bench import compare, footers, paper
-from triaccel_bench.cells import Cell, baseline, why_no_baseline
+from triaccel_bench.cells import Cell, as_in_the_paper, baseline, tuned_apart, why_no_baseline
 from triaccel_bench.footers import NOT_MEASURED
-from triaccel_bench.labels import TENSORS_NOTE, configuration_label, is_whole, method_label
+from triaccel_bench.labels import TENSORS_NOTE, configuration_label, method_label
 from triaccel_bench.layout import Table
 from triaccel_bench.paper import BYTES_PER_GB
 from triaccel_bench.results import Results
@@ -87,7 +87,7 @@ def _belongs_to_the_ablation(cell: Cell) -> bool:
 
 
 def _row1(cell: Cell, sheet: Sheet) -> _Row:
-    printed = paper.printed(cell.dataset, cell.model, cell.method) if _as_in_the_paper(cell) else None
+    printed = paper.printed(cell.dataset, cell.model, cell.method) if as_in_the_paper(cell) else None
     misprinted = printed is not None and not printed.score_agrees
     epochs = cell.runs[0].epochs_planned
     timed = max((summary.seconds_epochs for summary in cell.summaries), default=None)
@@ -133,7 +133,7 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
 
 
 def _row2(cell: Cell, sheet: Sheet) -> _Row:
-    printed = paper.printed_ablation(cell.dataset, cell.model, cell.method) if _as_in_the_paper(cell) else None
+    printed = paper.printed_ablation(cell.dataset, cell.model, cell.method) if as_in_the_paper(cell) else None
     misprinted = printed is not None and not printed.reduction_agrees
     fp32 = baseline(cell, sheet.cells)
     memory = cell.mean("memory_peak_bytes")
@@ -160,6 +160,8 @@ def _row2(cell: Cell, sheet: Sheet) -> _Row:
     notes = []
     if memory and cell.method != "fp32" and not fp32:
         notes.append(f"{sheet.name(cell)}: no reduction: {why_no_baseline(cell, sheet.cells)}")
+    if reduction is not None and (apart := tuned_apart(cell, fp32)):
+        notes.append(f"{sheet.name(cell)}: beside FP32, each at its own {apart}")
     if misprinted:
         computed = f"{printed.reduction_computed_percent:.1f} %"
         notes.append(_misprint(sheet.name(cell), _printed_reduction(printed.reduction_percent), computed))
@@ -218,14 +220,6 @@ def _propagated_score(cell: Cell) -> float | None:
     if score is None or any(each is None or each.std is None for each in factors):
         return None
     return compare.propagated(score.mean, *(each.std / each.mean for each in factors))
-
-
-def _as_in_the_paper(cell: Cell) -> bool:
-    """The set itself, its test images, and torchvision's models at 32x32 from scratch, which the paper's VRAM fits."""
-    model, dataset = cell.settings["model"], cell.settings["dataset"]
-    shape = (model["stem"], model["input_size"], model["weights"])
-    whole = is_whole(cell.dataset, dataset, cell.samples)
-    return whole and shape == ("imagenet", 32, "none") and dataset["evaluate_on"] == "test"
 
 
 def _shown(cell: Cell, value: Mean | None, decimals: int) -> str:

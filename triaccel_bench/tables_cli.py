@@ -1,4 +1,4 @@
-"""``triaccel-tables``: Tables 1 and 2 from run records, how methods differ in them, audits, pictures, a report, packs.
+"""``triaccel-tables``: Tables 1 and 2 from run records, how methods differ in them, audits, verdicts, pictures, packs.
 
 Imports no torch.
 """
@@ -27,6 +27,7 @@ from triaccel_bench.stats import why_excluded
 from triaccel_bench.style import NoMatplotlib
 from triaccel_bench.tables import table1, table2
 from triaccel_bench.terminal import render_terminal, silence_output
+from triaccel_bench.verdict_page import page
 
 REFERENCE = Path("results/reference")
 
@@ -34,7 +35,8 @@ DONE, NOTHING_USABLE, REFUSED = 0, 1, 2
 RECORD_IMPOSSIBLE = 1
 
 _RUNS = [Path("results/runs")]
-_TABLES, _FIGURES, _REPORT = Path("results/tables"), Path("results/figures"), Path("results")
+_TRIALS = Path("results/tuning")
+_TABLES, _FIGURES, _PAGE = Path("results/tables"), Path("results/figures"), Path("results")
 
 _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
@@ -93,13 +95,18 @@ def _run(options: argparse.Namespace) -> int:
         return _pack(options)
     if options.command == "boxes":
         return _write_boxes(options)
-    results = read_results(options.results)
+    folders = options.results
+    if options.command == "verdicts" and folders is _RUNS and _TRIALS.is_dir():
+        folders = [*folders, _TRIALS]
+    results = read_results(folders)
     if not results.runs:
         return _say_what_lacks(results, options.results)
+    if options.command == "verdicts":
+        return _write_verdicts(results, options)
     if options.command == "figures":
         return _write_figures(results, options.out or _FIGURES)
     if options.command == "report":
-        return _write_report(results, options.out or _REPORT, options.margin)
+        return _write_report(results, options.out or _PAGE, options.margin)
     return _write_tables(results, options.out or _TABLES, options.margin)
 
 
@@ -152,6 +159,19 @@ def _write_report(results: Results, out: Path, margin: float) -> int:
     print(*(f"Not used: {problem}" for problem in results.problems), sep="\n", end="\n" * bool(results.problems))
     print(f"Written: {out / FILE}")
     return _code_of(results, "the tables of the report hold")
+
+
+def _write_verdicts(results: Results, options: argparse.Namespace) -> int:
+    out = options.out or _PAGE
+    path = out / "README.md"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_together({path: page(results, options.device).encode()})
+    except OSError as error:
+        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
+        return REFUSED
+    print(f"Written: {path}")
+    return _code_of(results, "the page holds")
 
 
 def _code_of(results: Results, what: str) -> int:
@@ -260,13 +280,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("tables", "figures", "report", "audit", "replay", "pack", "boxes"),
+        choices=("tables", "figures", "report", "audit", "verdicts", "replay", "pack", "boxes"),
         default="tables",
-        help="tables (the default); figures: pictures of the records and their traces; report: all of "
-        "it as one page that opens offline; audit: the paper's numbers "
-        "recomputed from one another, and its figures and the records' beside lower bounds; replay: every decision of "
-        "runs derived again from what it saw; pack: this box's records, checked, into results/reference/<box>; boxes: "
-        "what was measured on which device there",
+        help="tables (the default); figures: pictures of the records and their traces; report: all of it as one page "
+        "that opens offline; audit: the paper's numbers recomputed from one another, and its figures and the records' "
+        "beside lower bounds; verdicts: results/README.md, the paper claim by claim beside what the records say; "
+        "replay: every decision of runs derived again from what it saw; pack: this box's records, checked, into "
+        "results/reference/<box>; boxes: what was measured on which device there",
     )
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="replay: folders of runs, or their run.json")
     parser.add_argument(
@@ -281,8 +301,8 @@ def _parser() -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="DIR",
-        help="where tables and audit are written as .md, .csv and .tex (default: results/tables), or figures as .png "
-        "and .svg (default: results/figures), or report.html (default: results)",
+        help="where tables and audit are written as .md, .csv and .tex (default: results/tables), figures as .png "
+        "and .svg (default: results/figures), or report.html or verdicts as README.md (default: results)",
     )
     parser.add_argument(
         "--margin",
@@ -295,7 +315,10 @@ def _parser() -> argparse.ArgumentParser:
         "--box", type=_box, metavar="NAME", help="of pack: how this machine is called, such as t4-colab"
     )
     parser.add_argument(
-        "--device", default="", metavar="TEXT", help="of pack: part of the device's name, where --results holds several"
+        "--device",
+        default="",
+        metavar="TEXT",
+        help="of pack and verdicts: part of the device's name, where --results holds several",
     )
     return parser
 

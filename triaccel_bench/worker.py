@@ -12,8 +12,8 @@ import platform
 import subprocess
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta, timezone
 from importlib import resources
 from multiprocessing.connection import Connection
@@ -67,14 +67,9 @@ def check_cells(pipe: Connection, cells: Sequence[Settings], thorough: bool, lea
 
 def expect_time(pipe: Connection, cells: Sequence[tuple[int, Settings]], lease: Lease | None = None) -> None:
     """Send ``("finished", checks)``: what cells of these numbers will take, by a few steps of the first."""
-    _hold_workspaces()
     number, first = cells[0]
     try:
-        found = hardware_module.inspect(_entered(lease, first.device), first.kernels)
-        images = pace.images_for(first.dataset)
-        run = planned_run(first.model_dump(mode="json"), first.seeds[0], "preflight", RESULTS_VERSION)
-        with _stream_of_captures(found):
-            trainer = Trainer(first, first.seeds[0], found, images, run, lambda kind, payload: None)
+        with _thrown_away(first, lease) as (found, trainer):
             parts = trainer.engine, trainer.data, trainer.clock
             measured = pace.measure(first, *parts)
             checks = [pace.expectation(measured, trainer.data, [settings for _, settings in cells])]
@@ -91,6 +86,31 @@ def expect_time(pipe: Connection, cells: Sequence[tuple[int, Settings]], lease: 
             finding = f"B={first.method.batch.initial} does not fit ({said}), so that runs would take smaller batches"
             checks = [Check("time", "warning", finding, "lower method.batch.initial")]
     pipe.send(("finished", checks))
+
+
+def time_epoch(pipe: Connection, settings: Settings, lease: Lease | None = None) -> None:
+    """Send ``("finished", seconds)`` of an epoch and its evaluation, by a few steps, or ``("refused", message)``."""
+    try:
+        with _thrown_away(settings, lease) as (_, trainer):
+            measured = pace.measure(settings, trainer.engine, trainer.data, trainer.clock)
+            seconds = measured.epoch_seconds(trainer.data.train_count, trainer.data.eval_count)
+    except Exception as error:
+        known = isinstance(error, REFUSALS)
+        said = str(error) if known else traceback.format_exception_only(error)[-1].strip()
+        pipe.send(("refused", said))
+        return
+    pipe.send(("finished", seconds))
+
+
+@contextmanager
+def _thrown_away(settings: Settings, lease: Lease | None) -> Iterator[tuple[Hardware, Trainer]]:
+    """The device, and the trainer of a run of the first seed that leaves no record."""
+    _hold_workspaces()
+    found = hardware_module.inspect(_entered(lease, settings.device), settings.kernels)
+    images = pace.images_for(settings.dataset)
+    run = planned_run(settings.model_dump(mode="json"), settings.seeds[0], "preflight", RESULTS_VERSION)
+    with _stream_of_captures(found):
+        yield found, Trainer(settings, settings.seeds[0], found, images, run, lambda kind, payload: None)
 
 
 def run_seed(

@@ -1,0 +1,224 @@
+"""The plan of the reproduction: its cells compose, records decide what is left, and controls come from records."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from measured import epoch, provenance
+from omegaconf import OmegaConf
+from traced import trace
+
+from triaccel_bench import cli, reproduction, runner
+from triaccel_bench.configuration import compose
+from triaccel_bench.identity import RESULTS_VERSION, flat, identifying_settings, identity
+from triaccel_bench.records import planned_run, write_run
+from triaccel_bench.reproduction import PARTS, Forecaster, controls, sweep
+from triaccel_bench.runner import seed_folder
+from triaccel_bench.settings import Settings
+from triaccel_bench.tuning import KEYS
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+import choose_trials  # noqa: E402
+import draw_trials  # noqa: E402
+import reproduce  # noqa: E402
+
+CARD = "Card A"
+TINY = (
+    "dataset=synthetic model=resnet8 device=cpu memory.meter=tensors memory.calibration_steps=1 dataset.train_size=64 "
+    "dataset.test_size=32 dataset.image_size=8 model.input_size=8 dataset.crop_padding=1 epochs=1 seeds=[0] "
+    "method.batch.initial=16 method.batch.min=8 method.batch.max=32 progress=none preflight=off"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def record(settings: Settings, seed: int, batch: int = 96, seconds: float = 2.0, accuracy: float = 70.0) -> None:
+    """A finished run on ``CARD`` where a sweep there would look for it."""
+    cell = identity(settings, CARD)
+    run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
+    run.status, run.reason, run.provenance, run.meter = "done", None, provenance(CARD), "vram"
+    run.epochs = [
+        epoch(
+            n, batch_min=batch, batch_max=batch, batch_mean=float(batch), train_seconds=seconds, evaluation_seconds=0.5,
+            evaluation_accuracy_percent=accuracy,
+        )
+        for n in range(1, settings.epochs + 1)
+    ]  # fmt: skip
+    write_run(seed_folder(settings, cell, seed), run, trace())
+
+
+def swept(part: str) -> dict[str, list[str]]:
+    params = OmegaConf.load(ROOT / "conf" / "experiment" / "reproduce" / f"{part}.yaml").hydra.sweeper.params
+    return {key: value.split(",") for key, value in params.items()}
+
+
+def test_parts_are_the_cells_that_were_promised():
+    models, methods = ["resnet18", "efficientnet_b0"], ["fp32", "tf32", "amp", "triaccel", "triaccel_plus"]
+    ablation = ["fp32", "triaccel_batch", "triaccel_precision", "triaccel"]
+    assert swept("table1") == {"model": models, "method": methods}
+    assert swept("table2") == {"model": models, "method": ablation}
+    assert swept("seeds") == {"model": ["resnet18"], "method": ["fp32", "amp", "triaccel_plus"]}
+    found = {part: sweep(part, ["model=resnet18"]).jobs() for part in ("table1", "table2", "seeds")}
+    for job in (job for jobs in found.values() for job in jobs):
+        assert (job.epochs, job.dataset.name, job.model.input_size, job.memory.budget) == (30, "cifar10", 32, "fp32")
+        assert len(job.seeds) == (10 if job in found["seeds"] else 3)
+    one = {job.method.name: identity(job, CARD) for job in found["table1"]}
+    shared = [job for part in ("table2", "seeds") for job in found[part] if job.method.name in one]
+    assert len(shared) == 5 and all(identity(job, CARD) == one[job.method.name] for job in shared)
+
+
+def test_trials_are_as_many_for_every_method_on_held_out_images():
+    trials = [f"t{n}" for n in range(draw_trials.TRIALS)]
+    assert swept("tuning") == swept("table1") | {"+trial": trials}
+    for method, read, tried in (("amp", KEYS[:2], trials[:2]), ("triaccel_plus", KEYS, trials)):
+        jobs = sweep("tuning", ["model=resnet18", f"method={method}", f"+trial={','.join(tried)}"]).jobs()
+        assert len({identity(job, CARD) for job in jobs}) == len(tried)
+        assert {(job.dataset.evaluate_on, job.dataset.validation_fraction) for job in jobs} == {("validation", 0.1)}
+        known = dict(flat(identifying_settings(jobs[0].model_dump(mode="json"))))
+        assert [key for key in KEYS if key in known] == list(read)
+    assert not set(jobs[0].seeds) & set(compose(["+experiment=reproduce/seeds"]).seeds)
+
+
+def test_the_committed_trials_are_what_is_drawn():
+    files = {path.name: path.read_text() for path in (ROOT / "conf" / "trial").iterdir()}
+    assert files == {f"t{n}.yaml": draw_trials.text(n, trial) for n, trial in enumerate(draw_trials.drawn())}
+    for trial in draw_trials.drawn()[1:]:
+        assert float(trial["method.precision.tau_low"]) < float(trial["method.precision.tau_high"])
+
+
+def test_the_first_trial_is_what_conf_ships():
+    shipped, first = compose(["tuned=none"]), compose(["tuned=none", "+trial=t0"])
+    assert shipped == first
+
+
+def test_the_best_trial_is_chosen_and_its_origin_written(tmp_path, capsys):
+    jobs = sweep("tuning", ["model=resnet18", "method=triaccel"]).jobs()
+    out = tmp_path / "tuned"
+    assert choose_trials.main(["results/tuning", "--out", str(out)]) == 2
+    for number, job in enumerate(jobs[:-1]):
+        record(job, 100, accuracy=60.0 + 5 * (number == 3) + number / 10)
+    assert choose_trials.main(["results/tuning", "--out", str(out)]) == 1
+    assert "expected every trial, t7 lacking" in capsys.readouterr().out and not [*out.iterdir()]
+    record(jobs[-1], 100, accuracy=60.0)
+    assert choose_trials.main(["results/tuning", "--out", str(out)]) == 0
+    path = out / "cifar10-resnet18-triaccel.yaml"
+    text = path.read_text()
+    assert "Trial t3, the best of 8 (8 finished): 65.30 %" in text and CARD in text
+    assert OmegaConf.load(path) == OmegaConf.load(ROOT / "conf" / "trial" / "t3.yaml")
+    record(jobs[-1], 100, accuracy=99.0)
+    assert choose_trials.main(["results/tuning", "--out", str(out)]) == 1 and path.read_text() == text
+    assert choose_trials.main(["results/tuning", "--out", str(out), "--force"]) == 0 and "Trial t7" in path.read_text()
+
+
+def test_tuned_values_are_those_of_one_network_and_data_set_and_of_no_loop_of_ones_own():
+    config = (ROOT / "conf" / "config.yaml").read_text()
+    assert "optional tuned: ${dataset}-${model}-${method}" in config
+    assert '"tuned=none"' in (ROOT / "triaccel_bench" / "loop.py").read_text()
+
+
+@pytest.fixture
+def table1() -> list[Settings]:
+    given = ["model=resnet18", "method=fp32,amp,triaccel_plus", "seeds=[0,1]", "epochs=4", "optimizer.lr=0.2"]
+    return sweep("table1", given).jobs()
+
+
+def test_controls_come_from_the_records(table1):
+    for settings in table1:
+        for seed in settings.seeds:
+            pace = {"fp32": 8.0, "amp": 3.0, "triaccel_plus": 4.0}[settings.method.name]
+            record(settings, seed, batch=180 + 20 * seed, seconds=pace)
+    made, lacking = controls(table1, CARD, ["model=resnet18", "epochs=4", "seeds=[0,1]"])
+    assert lacking == []
+    mean, fp32, amp, replay = (each.jobs() for each in made)
+    (static,) = mean
+    # The mean of 180 and 200 on a rung, and the linear rule's rate there.
+    assert (static.method.name, static.method.batch.initial, static.epochs) == ("amp", 192, 4)
+    assert static.optimizer.lr == pytest.approx(0.2 * 192 / 96) and not static.method.batch.elastic
+    # 4 epochs of 4 s are 2 of 8 s, and 5 of 3 s.
+    assert [(job.method.name, job.epochs) for job in (*fp32, *amp)] == [("fp32", 2), ("amp", 5)]
+    assert [job.replay.shuffle for job in replay] == [None, "layers"] and {job.optimizer.lr for job in replay} == {0.2}
+    assert all("triaccel_plus" in job.replay.run and job.replay.run.endswith("seed-0") for job in replay)
+
+
+def test_controls_without_records_say_what_is_lacking(table1):
+    plus = next(job for job in table1 if job.method.name == "triaccel_plus")
+    record(plus, 0)
+    made, lacking = controls(table1, CARD, [])
+    assert made == [] and len(lacking) == 1
+    assert re.search(
+        r"resnet18: expected finished runs of triaccel_plus .* seed 1; run the part table1 first", lacking[0]
+    )
+    assert "expected triaccel_plus among" in controls(table1[:1], CARD, [])[1][0]
+
+
+@pytest.mark.parametrize("rule, factor", [("none", 1.0), ("sqrt", 2.0), ("linear", 4.0)])
+def test_rates_follow_a_batch_as_in_training(rule, factor):
+    from triaccel_bench.schedule import batch_rate_factor
+
+    assert reproduction.rate_factor(rule, 384, 96) == factor == batch_rate_factor(rule, 384, 96)
+
+
+def test_minutes_come_from_records_else_from_a_few_steps(table1):
+    fp32, amp, plus = table1
+    record(fp32, 0)  # 60 s from start to end, of which 4 x 2.5 s in epochs
+    measured = []
+
+    def measure(settings: Settings) -> float:
+        measured.append(settings.method.name)
+        return 10.0
+
+    forecaster = Forecaster(CARD, measure)
+    found = forecaster.forecast("table1", table1)
+    assert (found.runs, found.done, measured) == (6, 1, ["amp", "triaccel_plus"])
+    tried = reproduction._START_SECONDS + 4 * 10.0
+    probed = reproduction._START_SECONDS + 4 * 10.0 * (1 + plus.method.curvature.max_overhead)
+    assert found.minutes * 60 == pytest.approx(60 + 2 * tried + 2 * probed)
+    again = forecaster.forecast("seeds", table1)
+    assert (again.runs, again.minutes) == (0, 0)
+    promised = forecaster.of_controls(table1)
+    assert promised.runs == 10 and promised.minutes * 60 == pytest.approx(2 * tried + 8 * probed)
+
+
+def run(*arguments: str) -> int:
+    return reproduce.main([*TINY, *arguments])
+
+
+def test_the_command_runs_what_is_left_and_nothing_twice(capsys, monkeypatch):
+    part = "--only", "table1"
+    assert run("method=fp32", *part) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"table1 +1 runs, +0 done, .* left\n", said) and "table1: triaccel-bench +experiment=" in said
+    (path,) = Path("results/runs").glob("*/seed-0/run.json")
+    before = path.read_bytes()
+    assert Path("results/README.md").read_text().startswith("# ") and Path("results/tables/table1.md").is_file()
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: pytest.fail("its record tells"))
+    monkeypatch.setattr(runner, "_run_seed", lambda *arguments: pytest.fail("it is finished"))
+    assert run("method=fp32", *part) == 0
+    assert re.search(r"table1 +1 runs, +1 done, 0.0 s left", capsys.readouterr().out) and path.read_bytes() == before
+    assert run("method=fp32", "--only", "controls") == 1
+    assert "controls not run: resnet8: expected triaccel_plus among Table 1's methods" in capsys.readouterr().out
+
+
+def test_the_command_hands_on_what_is_left_of_a_limit_and_stops_at_it(monkeypatch, capsys):
+    asked, codes = [], iter([0, 3])
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: 1.0)
+    monkeypatch.setattr(cli, "run", lambda overrides: asked.append(overrides) or next(codes))
+    assert run("method=fp32", "runner.max_minutes=50", "--only", "table1,table2,seeds") == 3
+    assert [overrides[0] for overrides in asked] == ["+experiment=reproduce/table1", "+experiment=reproduce/table2"]
+    assert all(49 < float(overrides[-1].removeprefix("runner.max_minutes=")) < 50 for overrides in asked)
+
+
+def test_mistakes_are_one_sentence(capsys):
+    assert run("method=fp23", "--only", "table1") == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("reproduce: ") and captured.err.count("\n") == 1 and "fp23" in captured.err
+    with pytest.raises(SystemExit):
+        run("--only", "table3")
+    assert f"expected some of {','.join(PARTS)}, got table3" in capsys.readouterr().err

@@ -1,0 +1,326 @@
+"""The page of verdicts: its rules at their edges, what it says of made-up records, and where its figures come from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from measured import GB, epoch, provenance, run, settings, write
+
+from triaccel_bench import paper, tables_cli, targets, verdicts
+from triaccel_bench.compare import Difference, holm, paired
+from triaccel_bench.differences import ACCURACY, QUANTITIES
+from triaccel_bench.evidence import CLAIMED, EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
+from triaccel_bench.results import Results
+from triaccel_bench.verdict_page import page
+from triaccel_bench.verdict_tables import levelled_off
+from triaccel_bench.verdicts import Checked, every, some
+
+TIME = next(quantity for quantity in QUANTITIES if quantity.field == "seconds")
+SEEDS = (0, 1, 2)
+FIGURES = {  # accuracy, seconds, GB of a seed without noise
+    "fp32": (80.0, 20.0, 0.180),
+    "tf32": (80.0, 15.0, 0.180),
+    "amp": (80.0, 7.0, 0.120),
+    "triaccel": (81.5, 14.0, 0.150),
+    "triaccel_plus": (80.3, 2.5, 0.150),
+    "triaccel_batch": (80.0, 19.0, 0.170),
+    "triaccel_precision": (80.0, 15.0, 0.160),
+}
+
+
+def cell(model: str, method: str, figures=None, tree=None, seeds=SEEDS, **changes) -> list:
+    accuracy, seconds, gb = figures or FIGURES[method]
+    made = []
+    for seed in seeds:
+        apart = (seed - 1) * 0.02
+        epochs = [
+            epoch(
+                number, evaluation_accuracy_percent=accuracy + apart - (3 if number < 9 else 0),
+                train_seconds=seconds * (1 + apart / 10), memory_peak_bytes=round(gb * GB), controller_seconds=0.0,
+            )
+            for number in range(1, 11)
+        ]  # fmt: skip
+        asked = {"seeds": list(seeds), "epochs": 10} | (tree or {})
+        made.append(run(model=model, method=method, seed=seed, epochs=epochs, tree=asked, **changes))
+    return made
+
+
+def study(**changed) -> list:
+    """All methods on both networks; ``changed`` figures by method, or None to leave one out."""
+    figures = FIGURES | changed
+    models = paper.MODEL_LABELS
+    return [one for model in models for m, f in figures.items() if f is not None for one in cell(model, m, f)]
+
+
+def evidence(*runs) -> Evidence:
+    return Evidence(Results(tuple(runs)))
+
+
+def verdict_of(key: str, *runs) -> str:
+    claim = (paper.CLAIMS | paper.MEASURABLE)[key]
+    return next(each.verdict for each in verdicts.judged(evidence(*runs)) if each.claim is claim)
+
+
+def compared(mean: float, low: float | None, high: float | None, p: float | None = 0.001, quantity=TIME) -> Compared:
+    fp32, ours = (evidence(*study()).cell("cifar10", "resnet18", method) for method in ("fp32", "triaccel"))
+    return Compared(ours, fp32, quantity, Difference(mean, 3, quantity.ratio, low, high, p), p)
+
+
+def test_every_claim_of_the_paper_is_judged_once_in_its_order():
+    claims = [each.claim for each in verdicts.judged(evidence(*study()))]
+    assert claims == [*paper.CLAIMS.values(), *paper.MEASURABLE.values()]
+
+
+def test_without_records_nothing_is_tested_and_the_page_says_why():
+    assert {each.verdict for each in verdicts.judged(evidence())} == {"not tested"}
+    text = page(Results(()))
+    assert "CIFAR-10: no record." in text and f"Of {len(paper.CLAIMS | paper.MEASURABLE)} claims" in text
+
+
+@pytest.mark.parametrize("low, high, p, state", [
+    (0.80, 0.90, 0.01, "holds"),      # its whole interval beyond the printed ratio
+    (0.88, 0.95, 0.01, "holds"),      # the printed ratio within
+    (0.901, 0.95, 0.01, "holds"),     # at its edge
+    (0.902, 0.95, 0.01, "weaker"),
+    (0.90, 1.00, 0.01, "open"),       # no difference is within
+    (0.80, 0.90, 0.06, "open"),       # not after Holm's correction
+    (1.01, 1.05, 0.01, "opposite"),
+    (None, None, None, "untested"),
+])  # fmt: skip
+def test_a_printed_saving_at_its_edges(low, high, p, state):
+    mean = 0.9 if low is None else (low + high) / 2
+    assert verdicts.reaches(compared(mean, low, high, p), 0.901) == state
+
+
+def test_a_printed_gain_is_reached_from_below():
+    found = {high: compared(0.8, 0.2, high, quantity=ACCURACY) for high in (1.1, 1.09)}
+    assert [verdicts.reaches(each, 1.1) for each in found.values()] == ["holds", "weaker"]
+
+
+@pytest.mark.parametrize("low, high, state", [
+    (0.99, 1.01, "holds"), (0.99, 1.011, "open"), (1.001, 1.009, "holds"), (1.001, 1.011, "opposite"), (0.5, 0.9, "holds"),
+])  # fmt: skip
+def test_what_matches_another_method(low, high, state):
+    assert verdicts.no_worse(compared((low + high) / 2, low, high)) == state
+
+
+@pytest.mark.parametrize("effect, low, high, state", [
+    (0.9, 0.88, 0.95, "holds"), (0.9, 0.91, 0.95, "weaker"),     # a printed gain
+    (1.0, 0.99, 1.01, "holds"), (1.0, 1.02, 1.03, "opposite"),   # no difference
+    (1.1, 1.1, 1.3, "holds"), (1.1, 1.2, 1.3, "opposite"), (1.1, 0.5, 0.6, "holds"), (1.1, None, None, "untested"),
+])  # fmt: skip
+def test_printed_gains_and_losses_of_a_row(effect, low, high, state):
+    assert verdicts.against_printed(compared(1.0 if low is None else (low + high) / 2, low, high), effect) == state
+
+
+def test_accuracy_matches_within_the_margin_of_its_one_sided_bound():
+    models = "resnet18", "efficientnet_b0"
+
+    def state(loss: float) -> str:
+        found = evidence(*study(triaccel=(80.0 - loss, 14.0, 0.15)))
+        return {
+            verdicts.no_worse(found.pair("cifar10", m, "triaccel", "fp32", "accuracy_percent")) for m in models
+        }.pop()
+
+    assert (state(0.2), state(0.299), state(0.301)) == ("holds", "holds", "opposite")
+
+
+@pytest.mark.parametrize("states, of_all, of_some", [
+    (["holds", "holds"], "reproduced", "reproduced"),
+    (["holds", "open"], "in part", "reproduced"),
+    (["holds", "untested"], "in part", "reproduced"),
+    (["holds", "opposite"], "in part", "reproduced"),
+    (["weaker", "opposite"], "in part", "in part"),
+    (["opposite", "opposite"], "contradicted", "contradicted"),
+    (["opposite", "untested"], "contradicted", "not reproduced"),
+    (["opposite", "open"], "contradicted", "not reproduced"),
+    (["open", "untested"], "not reproduced", "not reproduced"),
+    (["untested"], "not tested", "not tested"),
+])  # fmt: skip
+def test_tests_add_up_to_a_verdict(states, of_all, of_some):
+    tests = [Checked(state, "") for state in states]
+    assert (every(tests), some(tests)) == (of_all, of_some)
+
+
+def test_verdicts_of_made_up_records():
+    runs = study()
+    assert verdict_of("time_cifar10", *runs) == "reproduced"
+    assert verdict_of("accuracy_cifar10", *runs) == "reproduced"
+    assert verdict_of("faster_than_amp", *runs) == "contradicted"
+    assert verdict_of("best_score", *runs) == "in part"  # better than FP32's, worse than AMP's
+    assert verdict_of("combination", *runs) == "reproduced"
+    assert verdict_of("cifar100_accuracy", *runs) == "not tested"
+    assert verdict_of("memory", *runs) == "reproduced" and verdict_of("memory_amp", *runs) == "contradicted"
+    assert verdict_of("images", *runs) == "not tested"
+    assert verdict_of("saved_resnet18", *study(triaccel=(81.5, 14.0, 0.170))) == "in part"
+    assert verdict_of("saved_resnet18", *study(triaccel=(81.5, 14.0, 0.190))) == "contradicted"
+
+
+def test_p_values_are_corrected_within_a_family():
+    """Controls take nothing from what can be claimed of the paper's method."""
+    plain, beside = evidence(*study()), evidence(*study(), *controls())
+    assert plain.tests == 2 * (3 * 4 + 3) + 2 * 8 and beside.tests == plain.tests + 5 * 4
+    for found in (plain, beside):
+        p = [
+            found.pair("cifar10", m, *pair, f).p for m in paper.MODEL_LABELS for pair, fs in CLAIMED.items() for f in fs
+        ]
+        raw = [
+            found.pair("cifar10", m, *pair, f).found.p
+            for m in paper.MODEL_LABELS for pair, fs in CLAIMED.items() for f in fs
+        ]  # fmt: skip
+        assert p == pytest.approx(holm(raw))
+
+
+def test_one_seed_tests_nothing():
+    runs = [one for one in study() if one.seed == 0]
+    assert {each.outcome for each in targets.reached(evidence(*runs))} == {"not tested"}
+    assert verdict_of("time_cifar10", *runs) == "not tested"
+    assert "one seed, and so no interval, of FP32 Baseline" in page(Results(tuple(runs)))
+
+
+def test_a_run_that_diverged_contradicts_stability_and_stands_in_no_mean():
+    runs = study()
+    for one in runs:
+        if one.method == "triaccel":
+            one.status, one.reason = "diverged", "60 skips in a row"
+    assert verdict_of("stability", *runs) == "contradicted" and verdict_of("time_cifar10", *runs) == "not tested"
+    assert "seed 0 diverged: 60 skips in a row" in page(Results(tuple(runs)))
+
+
+@pytest.mark.parametrize("low, high, more, outcome", [
+    (0.14, 0.15, False, "met"), (0.14, 0.151, False, "not shown"), (0.151, 0.2, False, "missed"),
+    (7.0, 8.0, True, "met"), (6.9, 8.0, True, "not shown"), (5.0, 6.9, True, "missed"), (None, None, True, "not tested"),
+])  # fmt: skip
+def test_targets_at_their_edges(low, high, more, outcome):
+    assert targets.ratio_outcome(compared(1.0, low, high), 7.0 if more else 0.15, more) == outcome
+    assert targets.ratio_outcome(None, 1.0, more) == "not tested"
+
+
+def test_targets_of_made_up_records():
+    found = {
+        (each.target.model, each.target.against, each.field): each.outcome
+        for each in targets.reached(evidence(*study()))
+    }
+    assert found["resnet18", "fp32", "seconds"] == "met" and found["resnet18", "amp", "seconds"] == "met"
+    assert found["resnet18", "amp", "accuracy_percent"] == "met" and len(found) == 4 * len(targets.TARGETS)
+    assert found["resnet18", "fp32", "score"] == "met" and found["resnet18", "fp32", "memory_peak_bytes"] == "met"
+    worse = evidence(*study(triaccel_plus=(79.0, 8.0, 0.17)))
+    assert {each.outcome for each in targets.reached(worse) if each.field != "score"} >= {"missed"}
+    assert next(each for each in targets.reached(worse) if each.field == "accuracy_percent").outcome == "missed"
+
+
+def test_the_page_says_that_the_papers_method_loses_to_amp_and_where_its_time_goes():
+    text = page(Results(tuple(study())))
+    assert "ResNet-18: it loses in time (× 2.000 [" in text
+    assert "Tri-Accel against AMP: +7.000 s an epoch, of which controller" in text
+
+
+@pytest.mark.parametrize("gains, said", [
+    ((0.0, 0.1, 0.2), "not shown"), ((0.09, 0.1, 0.11), "levelled off"), ((0.9, 1.0, 1.1), "still rising"),
+    ((0.1,), "not tested: one seed"), ((), "not tested: fewer than 10 epochs"),
+])  # fmt: skip
+def test_whether_fp32_had_levelled_off(gains, said):
+    last = {seed: 80 + gain for seed, gain in enumerate(gains)}
+    assert levelled_off(paired(last, dict.fromkeys(last, 80.0)))[1] == said
+
+
+def controls(model: str = "resnet18") -> list:
+    plus = settings("cifar10", model, "triaccel_plus")["method"]
+    followed = {"method": plus | {"name": "replay"}, "replay": {"run": "x", "schedule": "0" * 12}}
+    shuffled = followed | {"replay": followed["replay"] | {"shuffle": "layers"}}
+    return [
+        *cell(model, "amp", (80.1, 3.0, 0.14), {"method": {"batch": {"initial": 184}}}, cell="mean"),
+        *cell(model, "fp32", (70.0, 20.0, 0.18), {"epochs": 2}, cell="equal"),
+        *cell(model, "replay", (80.2, 2.4, 0.15), followed, cell="follow"),
+        *cell(model, "replay", (79.0, 2.4, 0.15), shuffled, cell="shuffle"),
+    ]
+
+
+def test_controls_are_told_by_the_one_thing_in_which_they_differ():
+    found = evidence(*study(), *controls())
+    kinds = {kind: each.cell for kind, each in found.controls("cifar10", "resnet18")}
+    assert kinds == {MEAN_BATCH: "mean", EQUAL_TIME: "equal", FOLLOWED: "follow", SHUFFLED: "shuffle"}
+    assert found.controls("cifar10", "efficientnet_b0") == [] and tuple(kinds) == KINDS and found.unused == []
+    text = page(Results((*study(), *controls())))
+    assert "the schedule against its shuffled twin: accuracy +1.20" in text and "AMP (Static), B = 184" in text
+
+
+def test_controls_are_no_part_of_the_study():
+    plain, beside = evidence(*study()), evidence(*study(), *controls())
+    assert [each.cell for each in plain.cells] == [each.cell for each in beside.cells]
+
+
+def test_methods_that_were_tuned_each_for_itself_are_compared_and_it_is_said():
+    runs = [one for one in study() if one.method != "amp"]
+    runs += cell("resnet18", "amp", tree={"optimizer": {"lr": 0.05}})
+    assert evidence(*runs).pair("cifar10", "resnet18", "triaccel", "amp", "seconds").found.mean == pytest.approx(2)
+    assert "optimizer.lr (0.05 and 0.1)" in page(Results(tuple(runs)))
+
+
+def test_trials_are_told_apart_from_what_is_reported():
+    tree = {"dataset": {"evaluate_on": "validation", "validation_fraction": 0.1}, "seeds": [0]}
+    trials = [
+        *cell("resnet18", "amp", (70.0, 7.0, 0.12), tree | {"optimizer": {"lr": 0.05}}, (0,), cell="a"),
+        *cell("resnet18", "amp", (71.0, 7.0, 0.12), tree | {"optimizer": {"lr": 0.2}}, (0,), cell="b"),
+    ]
+    found = evidence(*study(), *trials)
+    (tuned,) = found.tunings
+    assert tuned.best.cell == "b" and len(found.cells) == 2 * len(FIGURES)
+    assert "optimizer.lr=0.2, optimizer.weight_decay=0.0005" in page(Results((*study(), *trials)))
+
+
+def test_records_of_another_device_are_named_and_left_out():
+    other = cell("resnet18", "fp32", (10.0, 1.0, 0.1), provenance=provenance("Card B"))
+    text = page(Results((*study(), *other)))
+    assert "Not on this page: records of Card B." in text and "10.02" not in text
+    assert evidence(*study(), *other).unused == []
+    assert Evidence(Results((*study(), *other)), "b").device_name == "Card B"
+
+
+def test_records_of_earlier_code_are_named_and_left_out():
+    later = [
+        one for method in ("fp32", "amp") for one in cell("resnet18", method, results_version=2, cell=f"2 {method}")
+    ]
+    found = evidence(*study(), *later)
+    assert {one.method for one in found.cells if one.model == "resnet18"} == {"fp32", "amp"}
+    assert found.cell("cifar10", "resnet18", "amp").cell == "2 amp" and len(found.unused) == len(FIGURES)
+    assert "Tri-Accel Plus, cell cifar10-resnet18-triaccel_plus: not comparable" in page(Results((*study(), *later)))
+
+
+def test_the_same_records_in_any_order_give_the_same_bytes():
+    runs = [*study(), *controls()]
+    assert page(Results(tuple(runs))) == page(Results(tuple(reversed(runs))))
+
+
+def test_figures_of_the_paper_come_from_its_data(monkeypatch):
+    """Whatever is printed there stands on the page, and changes with it."""
+    before = page(Results(tuple(study())))
+    for claim in paper.CLAIMS.values():
+        assert f"| {claim.printed} |" in before
+    monkeypatch.setitem(paper.CLAIMS, "time_cifar10", paper.Claim("Abstract", "time", "47.3 %"))
+    changed = page(Results(tuple(study())))
+    assert "47.3 %" in changed and "47.3 %" not in before
+    assert verdict_of("time_cifar10", *study()) == "in part"  # 30 % less, not 47.3
+
+
+def test_the_pages_code_types_no_figure_of_the_paper():
+    printed = {re.sub(r"[^0-9.]", "", claim.printed) for claim in paper.CLAIMS.values()} - {"", "."}
+    printed |= {str(value) for row in paper.TABLE1 for value in (row.accuracy_percent, row.seconds, row.score)}
+    for module in ("verdict_page", "verdict_tables", "verdicts", "evidence"):
+        source = (Path(verdicts.__file__).parent / f"{module}.py").read_text()
+        typed = set(re.findall(r"\d+\.\d+", source))
+        assert not typed & {value for value in printed if "." in value}, module
+
+
+def test_command_writes_the_page_where_it_is_asked(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "results" / "runs", *cell("resnet18", "fp32"))
+    assert tables_cli.main(["verdicts"]) == 0
+    text = (tmp_path / "results" / "README.md").read_text()
+    assert text.startswith("# What of Tri-Accel's paper reproduces") and "results/README.md" in capsys.readouterr().out
+    assert tables_cli.main(["verdicts", "--results", "results/runs", "--out", "there"]) == 0
+    assert (tmp_path / "there" / "README.md").read_text() == text
+    (tmp_path / "file").touch()
+    assert tables_cli.main(["verdicts", "--out", "file"]) == 2 and "name another by --out" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""``results/README.md``: what the paper states, what records say of it, and what Tri-Accel+ has to reach.
+
+The same records give the same bytes. No figure is typed here: the paper's come from ``paper``, targets from
+``targets``, all others from records.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from triaccel_bench import footers, targets, verdicts
+from triaccel_bench import verdict_tables as tables
+from triaccel_bench.evidence import OURS, Evidence
+from triaccel_bench.labels import METHODS
+from triaccel_bench.layout import Table, to_markdown
+from triaccel_bench.paper import DATASET_LABELS, MODEL_LABELS
+from triaccel_bench.results import Results
+
+
+def page(results: Results, device: str = "") -> str:
+    """The whole page as Markdown; ``device`` as ``Evidence`` takes it."""
+    evidence = Evidence(results, device)
+    judged = verdicts.judged(evidence)
+    blocks = [
+        "# What of Tri-Accel's paper reproduces",
+        _introduction(evidence, judged),
+        _section(tables.measured(evidence)),
+        _section(tables.claims(judged)),
+        "### How verdicts are made",
+        "\n".join(f"- {rule}" for rule in verdicts.RULES),
+        _section(tables.rows_of_table1(evidence)),
+        _section(tables.targets_table(evidence)),
+        _section(tables.controls(evidence)),
+        _section(tables.where_time_goes(evidence, tables.losses(evidence))),
+        _section(tables.levelled(evidence)),
+        _section(tables.trials(evidence)),
+        "## What is missing",
+        "\n".join(f"- {_escaped(sentence)}" for sentence in _missing(evidence)),
+    ]
+    return "\n\n".join(block.strip() for block in blocks if block.strip()) + "\n"
+
+
+def _section(table: Table) -> str:
+    """A table whose title is a heading of the page."""
+    return to_markdown(table).removeprefix("#")
+
+
+def _introduction(evidence: Evidence, judged: Sequence[verdicts.Judged]) -> str:
+    counts = Counter(each.verdict for each in judged)
+    told = ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts.VERDICT.values() if counts[verdict])
+    runs = sum(len(cell.summaries) for cell in evidence.cells)
+    outcomes = Counter(each.outcome for each in targets.reached(evidence))
+    sentences = [
+        "Made by `triaccel-tables verdicts` from run records alone: the same records give the same page, and no figure "
+        "is typed by hand.",
+        footers.provenance_text(evidence.cells),
+        f"{tables.count(runs, 'finished run')} in {tables.count(len(evidence.cells), 'cell')}.",
+        "Methods are compared seed by seed, as differences of accuracy in points and as ratios of all else, with 95 % "
+        f"intervals; {tables.count(evidence.tests, 'p value')} are corrected by Holm, those of the paper's claims, of "
+        "the targets and of the controls each among themselves.",
+    ]
+    summary = [
+        f"**Of {len(judged)} claims:** {told}.",
+        f"**Of {outcomes.total()} targets for Tri-Accel Plus:** "
+        + ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in targets.OUTCOMES if outcomes[outcome])
+        + ".",
+        _lead(evidence),
+    ]
+    return "\n\n".join([" ".join(sentences), *summary])
+
+
+def _lead(evidence: Evidence) -> str:
+    losses = tables.losses(evidence)
+    return f"**The paper's method against AMP:** {' '.join(losses)}" if losses else ""
+
+
+_METHODS_PLANNED = ("fp32", "tf32", "amp", "triaccel_batch", "triaccel_precision", "triaccel", OURS)
+
+
+def _missing(evidence: Evidence) -> list[str]:
+    """What a whole reproduction has and these records have not."""
+    told = []
+    for model, label in MODEL_LABELS.items():
+        found = {m: evidence.cell("cifar10", model, m) for m in _METHODS_PLANNED}
+        lacking = [METHODS[method] for method, cell in found.items() if cell is None]
+        told += [f"CIFAR-10, {label}: no record of {', '.join(lacking)}."] if lacking else []
+        single = [METHODS[method] for method, cell in found.items() if cell is not None and len(cell.summaries) == 1]
+        told += [f"CIFAR-10, {label}: one seed, and so no interval, of {', '.join(single)}."] if single else []
+        kinds = {kind for kind, _ in evidence.controls("cifar10", model)}
+        lacking = [kind for kind in tables.SAID if kind not in kinds]
+        told += [f"CIFAR-10, {label}: no control: {', '.join(lacking)}."] if lacking else []
+    told += [f"{label}: no record." for dataset, label in DATASET_LABELS.items() if not evidence.has(dataset)]
+    for cell in evidence.unfinished:
+        told += [f"{tables.name(cell)}: not in the mean: {phrase}" for phrase in cell.excluded]
+    for cell in evidence.unused:
+        told.append(f"Not on this page: {tables.name(cell)}, cell {cell.cell}: not comparable with the rest.")
+    told += [f"Not on this page: records of {device}." for device in evidence.other_devices]
+    told += [f"Not used: {problem}" for problem in evidence.problems]
+    return told or ["Nothing."]
+
+
+def _escaped(text: str) -> str:
+    return text.replace("<", "\\<").replace("*", "\\*")
