@@ -21,7 +21,7 @@ from typing import NoReturn
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -314,6 +314,10 @@ def sentence(error: Exception) -> str:
     text = " ".join(dict.fromkeys(lines))
     if missing := re.search(r"Could not find 'hydra/launcher/(joblib|submitit|ray)", text):
         return f"{text}; pip install -e '.[{missing[1]}]' brings it"
+    if isinstance(error, MissingConfigException) and (unknown := re.search(r"Could not find '(\w+)/([^']*)'", text)):
+        # A group's base is there for its members.
+        there = ", ".join(name for name in error.options or () if not name.startswith("_"))
+        return f"{unknown[1]}={unknown[2]}: expected one of {there}; choose one of them"
     if unresolved := re.match(r"Error resolving interpolation '([^']+)', possible interpolation keys: (.+)", text):
         # The group tuned hangs on all three; one of them was taken away.
         gone = [key for key in re.findall(r"\w+", unresolved[1]) if key not in unresolved[2].split(", ")]

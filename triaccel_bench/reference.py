@@ -57,6 +57,7 @@ def pack(folders: Iterable[Path], out: Path, device: str = "") -> Packed:
         raise NoPack(f"{out}: expected a new folder, got one that is there; remove it or give the box a name")
     refused: list[str] = []
     sound: dict[Path, tuple[RunRecord, Provenance]] = {}
+    names: set[str] = set()
     for path in sorted(path for folder in folders for path in run_files(folder, refused)):
         try:
             run, provenance = _judged(path)
@@ -66,16 +67,19 @@ def pack(folders: Iterable[Path], out: Path, device: str = "") -> Packed:
         except NoPack as error:
             refused.append(f"{path}: {error}")
             continue
+        names.add(provenance.device_name)
         if device.lower() in provenance.device_name.lower():
             sound[path] = (run, provenance)
+    if names and not sound:
+        raise NoPack(f"--device {device}: expected part of {' or '.join(sorted(names))}, got another; correct it")
     if not sound:
         listed = "".join(f"\n{sentence}" for sentence in refused)
         raise NoPack(f"expected finished runs of this version, got none; run a sweep or name --results{listed}")
-    names = sorted({provenance.device_name for _, provenance in sound.values()})
-    if len(names) > 1:
-        raise NoPack(f"expected records of one device, got {', '.join(names)}; choose by --device")
+    chosen = sorted({provenance.device_name for _, provenance in sound.values()})
+    if len(chosen) > 1:
+        raise NoPack(f"expected records of one device, got {', '.join(chosen)}; choose by --device")
     _check_data(run for run, _ in sound.values())
-    _write(sound, out, names[0])
+    _write(sound, out, chosen[0])
     return Packed(out, len(sound), tuple(refused))
 
 

@@ -148,10 +148,12 @@ def report(paths: Iterable[Path]) -> tuple[list[str], int]:
     """
     lines, codes = [], [0]
     for path in paths:
-        found = sorted(path.rglob(RUN_FILE)) if path.is_dir() else [path]
-        if not found:
-            lines.append(f"{path}: expected a folder with {RUN_FILE} in it, got none; name the folder of a run")
+        found = sorted(path.rglob(RUN_FILE)) if path.is_dir() else [path] if path.name == RUN_FILE else []
+        if not found or not path.exists():
+            got = "no such path" if not path.exists() else "a folder without one" if path.is_dir() else "another file"
+            lines.append(f"{path}: expected a folder with {RUN_FILE} in it, or that file, got {got}; name a run's")
             codes.append(2)
+            continue
         for file in found:
             told, code = _report(file)
             lines += told

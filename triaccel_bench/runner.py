@@ -227,7 +227,8 @@ def _run_turn(
         if settings.results.reuse:
             recover(folder, settings.results.scratch, name, reporter)
         if settings.results.reuse and _finished(path, cell, seed, reporter):
-            reporter.line(f"{name}: finished before, reused ({path})")
+            told = "" if settings.tracker == "none" else "; no scalars of it, which results.reuse=false would make"
+            reporter.line(f"{name}: finished before, reused ({path}){told}")
             # Of a run that was killed between its record and its end.
             with contextlib.suppress(OSError):
                 (folder / CHECKPOINT_FILE).unlink(missing_ok=True)

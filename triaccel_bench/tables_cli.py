@@ -232,7 +232,7 @@ def _points(text: str) -> float:
 
 def _box(text: str) -> str:
     if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
-        raise argparse.ArgumentTypeError(f"expected lower-case letters, digits, dots and dashes, got {text}")
+        raise argparse.ArgumentTypeError(f"expected lower-case letters, digits, dots and dashes, got {text!r}")
     return text
 
 
