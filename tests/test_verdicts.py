@@ -189,6 +189,52 @@ def test_a_run_that_diverged_contradicts_stability_and_stands_in_no_mean():
     assert "seed 0 diverged: 60 skips in a row" in page(Results(tuple(runs)))
 
 
+def stability(*runs) -> list[Checked]:
+    claim = paper.MEASURABLE["stability"]
+    (found,) = (each for each in verdicts.judged(evidence(*runs)) if each.claim is claim)
+    return [each for each in found.tests if "finished" in each.text]
+
+
+def test_stability_takes_every_run_that_was_asked_for_and_more_than_one():
+    runs = study()
+    assert {each.state for each in stability(*runs)} == {"holds"}
+    assert {each.state for each in stability(*(one for one in runs if one.seed == 0))} == {"untested"}
+    runs = [one for one in runs if one.method != "triaccel" or one.seed != 1]
+    assert {(each.state, each.text.split(": ")[1]) for each in stability(*runs)} == {("open", "2 of 3 runs finished")}
+
+
+@pytest.mark.parametrize("judge, low, high, state", [
+    (verdicts.at_most(1.0), 0.8, 1.0, "holds"), (verdicts.at_most(1.0), 0.8, 1.01, "open"),
+    (verdicts.at_most(1.0), 1.01, 1.2, "opposite"), (verdicts.at_least(78.0), 78.0, 79.0, "holds"),
+    (verdicts.at_least(78.0), 77.9, 79.0, "open"), (verdicts.at_least(78.0), 60.0, 77.9, "opposite"),
+    (verdicts.about(0.35), 0.34, 0.36, "holds"), (verdicts.about(0.35), 0.355, 0.36, "holds"),
+    (verdicts.about(0.35), 0.1, 0.6, "open"), (verdicts.about(0.35), 0.1, 0.3, "opposite"),
+])  # fmt: skip
+def test_a_wide_interval_shows_no_figure(judge, low, high, state):
+    assert judge(compared(1.0, low, high).found) == state
+
+
+def test_a_newer_run_that_failed_outweighs_no_study():
+    runs = study()
+    newer = [one.model_copy(update={"results_version": 99, "status": "failed", "cell": f"{one.cell}9"}) for one in runs]
+    assert len(evidence(*runs, *newer).cells) == len(evidence(*runs).cells) > 0
+
+
+def test_no_other_text_is_overwritten_and_an_unknown_device_is_told(tmp_path, capsys):
+    records, out = tmp_path / "runs", tmp_path / "README.md"
+    for number, one in enumerate(study()):
+        (records / str(number)).mkdir(parents=True)
+        (records / str(number) / "run.json").write_text(one.model_dump_json())
+    command = ["verdicts", "--results", str(records), "--out", str(tmp_path)]
+    out.write_text("# Mine")
+    assert tables_cli.main(command) == 2 and out.read_text() == "# Mine"
+    out.unlink()
+    assert tables_cli.main(command) == 0 == tables_cli.main(command)
+    before = out.read_text()
+    assert tables_cli.main([*command, "--device", "nosuch"]) == 2 and out.read_text() == before
+    assert "--device nosuch: expected part of a device's name, got records of" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("low, high, more, outcome", [
     (0.14, 0.15, False, "met"), (0.14, 0.151, False, "not shown"), (0.151, 0.2, False, "missed"),
     (7.0, 8.0, True, "met"), (6.9, 8.0, True, "not shown"), (5.0, 6.9, True, "missed"), (None, None, True, "not tested"),

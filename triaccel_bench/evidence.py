@@ -191,7 +191,8 @@ def _conditions(cell: Cell) -> dict[str, str]:
 
 
 def _study(found: Iterable[Cell]) -> dict[str, Cell]:
-    """Cells that differ in their method alone: the group of the latest code, then with most methods, seeds, epochs.
+    """Cells that differ in their method alone: of groups with a finished run the one of the latest version of results,
+    then with most methods, seeds, epochs.
 
     A method that is there twice, at two learning rates, counts as the one with more seeds, then the later.
     """
@@ -208,10 +209,10 @@ def _study(found: Iterable[Cell]) -> dict[str, Cell]:
     return study
 
 
-def _weight(group: list[Cell]) -> tuple[int, int, int, int]:
+def _weight(group: list[Cell]) -> tuple[bool, int, int, int, int]:
     first, seeds = group[0].runs[0], sum(len(cell.summaries) for cell in group)
     methods = {cell.method for cell in group if cell.summaries}
-    return first.results_version, len(methods), seeds, first.epochs_planned
+    return seeds > 0, first.results_version, len(methods), seeds, first.epochs_planned
 
 
 def _ended(cell: Cell) -> str:

@@ -84,7 +84,7 @@ def _expectation(item: dict[str, Any], key: str) -> str:
 
 
 def _is_union_tag(part: object) -> bool:
-    return part in ("float", "int", "str") or str(part).startswith(("literal[", "constrained-", "function-"))
+    return part in ("bool", "float", "int", "str") or str(part).startswith(("literal[", "constrained-", "function-"))
 
 
 def _shown(value: object) -> str:

@@ -27,7 +27,7 @@ from triaccel_bench.stats import why_excluded
 from triaccel_bench.style import NoMatplotlib
 from triaccel_bench.tables import table1, table2
 from triaccel_bench.terminal import render_terminal, silence_output
-from triaccel_bench.verdict_page import page
+from triaccel_bench.verdict_page import TITLE, NoEvidence, page
 
 REFERENCE = Path("results/reference")
 
@@ -165,8 +165,18 @@ def _write_verdicts(results: Results, options: argparse.Namespace) -> int:
     out = options.out or _PAGE
     path = out / "README.md"
     try:
+        text = page(results, options.device)
         out.mkdir(parents=True, exist_ok=True)
-        write_together({path: page(results, options.device).encode()})
+        if path.exists() and not path.read_bytes().startswith(TITLE.encode()):
+            print(
+                f"{path}: expected a page of verdicts, got another text; name a folder by --out",
+                file=sys.stderr,
+            )
+            return REFUSED
+        write_together({path: text.encode()})
+    except NoEvidence as error:
+        print(error, file=sys.stderr)
+        return REFUSED
     except OSError as error:
         print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
         return REFUSED

@@ -18,12 +18,27 @@ from triaccel_bench.paper import DATASET_LABELS, MODEL_LABELS
 from triaccel_bench.results import Results
 
 
+class NoEvidence(Exception):
+    """The message says what there is instead."""
+
+
+TITLE = "# What of Tri-Accel's paper reproduces"
+"""The first line."""
+
+
 def page(results: Results, device: str = "") -> str:
-    """The whole page as Markdown; ``device`` as ``Evidence`` takes it."""
+    """The whole page as Markdown; ``device`` as ``Evidence`` takes it.
+
+    Raises:
+        NoEvidence: no record of a cell of the paper is of a device so named.
+    """
     evidence = Evidence(results, device)
+    if device and evidence.device_name is None:
+        known = " or ".join(evidence.other_devices) or "no device"
+        raise NoEvidence(f"--device {device}: expected part of a device's name, got records of {known}; correct it")
     judged = verdicts.judged(evidence)
     blocks = [
-        "# What of Tri-Accel's paper reproduces",
+        TITLE,
         _introduction(evidence, judged),
         _section(tables.measured(evidence)),
         _section(tables.claims(judged)),
