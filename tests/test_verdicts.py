@@ -370,3 +370,27 @@ def test_command_writes_the_page_where_it_is_asked(tmp_path, monkeypatch, capsys
     assert (tmp_path / "there" / "README.md").read_text() == text
     (tmp_path / "file").touch()
     assert tables_cli.main(["verdicts", "--out", "file"]) == 2 and "name another by --out" in capsys.readouterr().err
+
+
+def test_hostile_text_is_no_markup_on_the_page():
+    hostile = "x\n# Heading\n[l](javascript:0) ![i](http://h) `c` | <b> \u202e\x1b[31m"
+    runs = study()
+    for one in runs:
+        one.provenance.device_name = hostile
+    text = page(Results(tuple(runs)))
+    assert "\n# Heading" not in text and "](" not in text and "<b>" not in text.replace("\\<b>", "")
+    assert "\u202e" not in text and "\x1b" not in text
+
+
+def test_odd_records_end_nothing():
+    runs = study()
+    for one in runs:
+        one.epochs[-1].evaluation_accuracy_percent = 0.0
+        for each in one.epochs:
+            each.train_seconds = 0.0
+    assert "not tested" in page(Results(tuple(runs)))
+    assert tables_cli.table1(Results(tuple(runs))).rows
+    bare = runs[0].model_dump()
+    for group in ("dataset", "model", "method", "memory"):
+        with pytest.raises(ValueError, match=f"expected a group {group}, got None"):
+            type(runs[0]).model_validate(bare | {"settings": {**bare["settings"], group: None}})

@@ -101,7 +101,7 @@ def as_in_the_paper(cell: Cell) -> bool:
     model, dataset = cell.settings["model"], cell.settings["dataset"]
     shape = (model["stem"], model["input_size"], model["weights"])
     whole = is_whole(cell.dataset, dataset, cell.samples)
-    return whole and shape == ("imagenet", 32, "none") and dataset["evaluate_on"] == "test"
+    return whole and shape == ("imagenet", 32, "none") and dataset.get("evaluate_on", "test") == "test"
 
 
 def names(cell: Cell) -> tuple[str, ...]:

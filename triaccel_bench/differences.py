@@ -130,11 +130,15 @@ def _pairs(cells: list[Cell], margin: float) -> list[_Pair]:
 
 
 def values(cell: Cell, field: str) -> dict[int, float]:
-    """A ``RunSummary`` field of each finished seed that measured it; of memory, by the cell's one meter."""
+    """A ``RunSummary`` field of each finished seed that measured it; of memory, by the cell's one meter.
+
+    All but accuracy are compared as ratios, and a clock that saw no second has measured none.
+    """
     chosen = cell.summaries
     if field == "memory_peak_bytes":
         chosen = [summary for summary in chosen if summary.meter == cell.meter]
-    return {each.seed: getattr(each, field) for each in chosen if getattr(each, field) is not None}
+    found = {each.seed: getattr(each, field) for each in chosen if getattr(each, field) is not None}
+    return {seed: value for seed, value in found.items() if value > 0 or field == ACCURACY.field}
 
 
 def least(against: Cell, quantity: Quantity) -> float:

@@ -52,8 +52,8 @@ class Table:
 def to_markdown(table: Table) -> str:
     rule = ["---"] * table.text_columns + ["---:"] * (len(table.header) - table.text_columns)
     rows = [_markdown_row(table.header), _markdown_row(rule), *map(_markdown_row, table.rows)]
-    footers = [f"- {_markdown(footer)}" for footer in table.footers]
-    blocks = [f"### {_markdown(table.title)}", _markdown(table.caption), "\n".join(rows), "\n".join(footers)]
+    footers = [f"- {markdown(footer)}" for footer in table.footers]
+    blocks = [f"### {markdown(table.title)}", markdown(table.caption), "\n".join(rows), "\n".join(footers)]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
@@ -92,13 +92,14 @@ def to_latex(table: Table) -> str:
 
 
 def _markdown_row(row: tuple[str, ...] | list[str]) -> str:
-    return f"| {' | '.join(map(_markdown, row))} |"
+    return f"| {' | '.join(map(markdown, row))} |"
 
 
-def _markdown(text: str) -> str:
+def markdown(text: str) -> str:
+    """Text as a paragraph shows it, whatever it holds: no markup, link, image or row's end, and no hidden character."""
     for character in "\\|<*`":
         text = text.replace(character, f"\\{character}")
-    return " ".join(text.split())
+    return "".join(filter(str.isprintable, " ".join(text.split()))).replace("](", "]\\(")
 
 
 def _tex_row(row: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
 
 from triaccel_bench.files import write_together
 
@@ -188,6 +188,14 @@ class SplitRecord(_Record):
     """Why something is unknown."""
 
 
+def _with_groups(settings: dict[str, Any]) -> dict[str, Any]:
+    """Refuses what no version wrote: whoever reads records asks these groups of settings."""
+    for group in ("dataset", "model", "method", "memory"):
+        if not isinstance(settings.get(group), dict):
+            raise ValueError(f"expected a group {group}, got {settings.get(group)!r}")
+    return settings
+
+
 class RunRecord(_Record):
     """One (cell, seed)."""
 
@@ -202,7 +210,7 @@ class RunRecord(_Record):
     method: str
     seed: int
     epochs_planned: int
-    settings: dict[str, Any]
+    settings: Annotated[dict[str, Any], AfterValidator(_with_groups)]
     provenance: Provenance | None = None
     meter: Meter = "off"
     meter_reason: str | None = None

@@ -217,7 +217,7 @@ def _table(
 def _propagated_score(cell: Cell) -> float | None:
     """The score's standard deviation by those of its three factors, as if they varied apart from one another."""
     score, factors = cell.mean("score"), [cell.mean(q) for q in ("accuracy_percent", "seconds", "memory_peak_bytes")]
-    if score is None or any(each is None or each.std is None for each in factors):
+    if score is None or any(each is None or each.std is None or not each.mean for each in factors):
         return None
     return compare.propagated(score.mean, *(each.std / each.mean for each in factors))
 

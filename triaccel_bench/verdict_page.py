@@ -13,7 +13,7 @@ from triaccel_bench import footers, targets, verdicts
 from triaccel_bench import verdict_tables as tables
 from triaccel_bench.evidence import OURS, Evidence
 from triaccel_bench.labels import METHODS
-from triaccel_bench.layout import Table, to_markdown
+from triaccel_bench.layout import Table, markdown, to_markdown
 from triaccel_bench.paper import DATASET_LABELS, MODEL_LABELS
 from triaccel_bench.results import Results
 
@@ -51,7 +51,7 @@ def page(results: Results, device: str = "") -> str:
         _section(tables.levelled(evidence)),
         _section(tables.trials(evidence)),
         "## What is missing",
-        "\n".join(f"- {_escaped(sentence)}" for sentence in _missing(evidence)),
+        "\n".join(f"- {markdown(sentence)}" for sentence in _missing(evidence)),
     ]
     return "\n\n".join(block.strip() for block in blocks if block.strip()) + "\n"
 
@@ -69,7 +69,7 @@ def _introduction(evidence: Evidence, judged: Sequence[verdicts.Judged]) -> str:
     sentences = [
         "Made by `triaccel-tables verdicts` from run records alone: the same records give the same page, and no figure "
         "is typed by hand.",
-        footers.provenance_text(evidence.cells),
+        markdown(footers.provenance_text(evidence.cells)),
         f"{tables.count(runs, 'finished run')} in {tables.count(len(evidence.cells), 'cell')}.",
         "Methods are compared seed by seed, as differences of accuracy in points and as ratios of all else, with 95 % "
         f"intervals; {tables.count(evidence.tests, 'p value')} are corrected by Holm, those of the paper's claims, of "
@@ -113,7 +113,3 @@ def _missing(evidence: Evidence) -> list[str]:
     told += [f"Not on this page: records of {device}." for device in evidence.other_devices]
     told += [f"Not used: {problem}" for problem in evidence.problems]
     return told or ["Nothing."]
-
-
-def _escaped(text: str) -> str:
-    return text.replace("<", "\\<").replace("*", "\\*")
