@@ -11,6 +11,16 @@ from measured import run, write
 from triaccel_bench import tables_cli
 
 
+@pytest.mark.parametrize("command, option", [
+    (["verdicts"], ["--margin", "1"]), (["figures"], ["--margin", "1"]), (["report"], ["--device", "T4"]),
+    (["tables"], ["--box", "mine"]),
+])  # fmt: skip
+def test_an_option_that_a_command_does_not_read_is_refused(command, option, capsys):
+    with pytest.raises(SystemExit) as ended:
+        tables_cli.main([*command, *option])
+    assert ended.value.code == 2 and f"{option[0]}: expected with" in capsys.readouterr().err
+
+
 def test_command_writes_and_prints_both_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(

@@ -38,6 +38,9 @@ _RUNS = [Path("results/runs")]
 _TRIALS = Path("results/tuning")
 _TABLES, _FIGURES, _PAGE = Path("results/tables"), Path("results/figures"), Path("results")
 
+_READ_BY = {"margin": ("tables", "report"), "box": ("pack",), "device": ("pack", "verdicts")}
+"""Options that not every command reads."""
+
 _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
 
@@ -56,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.command == "replay") != bool(options.runs):
         parser.error("replay takes the folders of runs, or their run.json, and the other commands take none")
+    for option, commands in _READ_BY.items():
+        if getattr(options, option) is not None and options.command not in commands:
+            parser.error(f"--{option}: expected with {' or '.join(commands)}, got {options.command}; leave it out")
     try:
         with _no_collector():
             code = _run(options)
@@ -103,11 +109,12 @@ def _run(options: argparse.Namespace) -> int:
         return _say_what_lacks(results, options.results)
     if options.command == "verdicts":
         return _write_verdicts(results, options)
+    margin = MARGIN if options.margin is None else options.margin
     if options.command == "figures":
         return _write_figures(results, options.out or _FIGURES)
     if options.command == "report":
-        return _write_report(results, options.out or _PAGE, options.margin)
-    return _write_tables(results, options.out or _TABLES, options.margin)
+        return _write_report(results, options.out or _PAGE, margin)
+    return _write_tables(results, options.out or _TABLES, margin)
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -165,7 +172,7 @@ def _write_verdicts(results: Results, options: argparse.Namespace) -> int:
     out = options.out or _PAGE
     path = out / "README.md"
     try:
-        text = page(results, options.device)
+        text = page(results, options.device or "")
         out.mkdir(parents=True, exist_ok=True)
         if path.exists() and not path.read_bytes().startswith(TITLE.encode()):
             print(
@@ -210,7 +217,7 @@ def _pack(options: argparse.Namespace) -> int:
         return REFUSED
     out = REFERENCE / options.box
     try:
-        packed = pack(options.results, out, options.device)
+        packed = pack(options.results, out, options.device or "")
     except NoPack as error:
         print(error, file=sys.stderr)
         return REFUSED
@@ -317,16 +324,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--margin",
         type=_points,
-        default=MARGIN,
         metavar="POINTS",
-        help="of accuracy that a method may lose and still count as not inferior (default: %(default)s)",
+        help=f"of tables and report: accuracy that may be lost and still count as not inferior (default: {MARGIN})",
     )
     parser.add_argument(
         "--box", type=_box, metavar="NAME", help="of pack: how this machine is called, such as t4-colab"
     )
     parser.add_argument(
         "--device",
-        default="",
         metavar="TEXT",
         help="of pack and verdicts: part of the device's name, where --results holds several",
     )
