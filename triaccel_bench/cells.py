@@ -111,14 +111,23 @@ def names(cell: Cell) -> tuple[str, ...]:
 def cells(runs: Iterable[RunRecord], label: Callable[[Cell], tuple[str, ...]] = names) -> list[Cell]:
     """Group runs by cell hash and device, in the order of names, hash and device.
 
-    Seeds that a cell's settings ask for and no record holds are excluded as missing. Cells of the
-    same ``label`` get a ``variant`` that names the settings in which they differ.
+    Cells of the same ``label`` get a ``variant`` that names the settings in which they differ.
     """
+    return told_apart(grouped(runs), label)
+
+
+def grouped(runs: Iterable[RunRecord]) -> list[Cell]:
+    """As ``cells``, without variants. Seeds that the settings ask for and no record holds are excluded as missing."""
     by_hash: dict[str, list[RunRecord]] = {}
     for run in runs:
         by_hash.setdefault(run.cell, []).append(run)
     found = [cell for members in by_hash.values() for cell in _cells_of_one_hash(members)]
     found.sort(key=lambda cell: (*names(cell), cell.cell, cell.device_name or ""))
+    return found
+
+
+def told_apart(found: Iterable[Cell], label: Callable[[Cell], tuple[str, ...]]) -> list[Cell]:
+    """What ``grouped`` found, with the variants of ``cells``."""
     by_label: dict[tuple[str, ...], list[Cell]] = {}
     for cell in found:
         by_label.setdefault(label(cell), []).append(cell)

@@ -11,9 +11,12 @@ from triaccel_bench import packs
 from triaccel_bench.records import RUN_FILE, RecordError, RunRecord, read_run
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Results:
-    """Readable records, one per (cell, seed, device), in the order of their paths, and a sentence per unused file."""
+    """Readable records, one per (cell, seed, device), in the order of their paths, and a sentence per unused file.
+
+    Each is its own: what was found out about one can be kept beside it.
+    """
 
     runs: tuple[RunRecord, ...]
     problems: tuple[str, ...] = ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
-from triaccel_bench.cells import Cell, cells
+from triaccel_bench.cells import Cell, grouped, told_apart
 from triaccel_bench.labels import dataset_label, model_label, order
 from triaccel_bench.results import Results
 
@@ -19,6 +20,16 @@ MEMORY_HEADERS = {
 """Columns of memory and budget by the meter that all rows share."""
 
 
+_GROUPED: WeakKeyDictionary[Results, list[Cell]] = WeakKeyDictionary()
+"""Of records of which several tables are made, one after the other."""
+
+
+def _grouped(results: Results) -> list[Cell]:
+    if results not in _GROUPED:
+        _GROUPED[results] = grouped(results.runs)
+    return _GROUPED[results]
+
+
 class Sheet:
     """The cells of one table in the paper's order. ``label`` names a method; ``belongs`` chooses the table's cells."""
 
@@ -27,7 +38,7 @@ class Sheet:
     ) -> None:
         self._label = label
         self.problems = results.problems
-        found = cells(results.runs, self._plain_names)
+        found = told_apart(_grouped(results), self._plain_names)
         self.found = sorted(found, key=self._position)
         self.cells = [cell for cell in self.found if belongs(cell)]
         """Those of ``found`` that the table shows."""

@@ -9,6 +9,7 @@ import math
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import get_args
 
 from triaccel_bench.paper import BYTES_PER_GB
@@ -81,9 +82,14 @@ def mean_std(values: Iterable[float | None]) -> Mean | None:
     Raises:
         ValueError: a value is not finite.
     """
-    measured = [value for value in values if value is not None]
+    return _mean_std(tuple(value for value in values if value is not None))
+
+
+@lru_cache(maxsize=2**16)
+def _mean_std(measured: tuple[float, ...]) -> Mean | None:
+    # Exact sums of fractions take their time, and every table asks for the same ones again.
     if not all(math.isfinite(value) for value in measured):
-        raise ValueError(f"expected finite values, got {measured}; a figure that was not measured is None")
+        raise ValueError(f"expected finite values, got {list(measured)}; a figure that was not measured is None")
     if not measured:
         return None
     return Mean(statistics.fmean(measured), statistics.stdev(measured) if len(measured) > 1 else None, len(measured))
