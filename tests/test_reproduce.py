@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from measured import epoch, provenance
@@ -206,13 +207,93 @@ def test_the_command_runs_what_is_left_and_nothing_twice(capsys, monkeypatch):
     assert "controls not run: resnet8: expected triaccel_plus among Table 1's methods" in capsys.readouterr().out
 
 
-def test_the_command_hands_on_what_is_left_of_a_limit_and_stops_at_it(monkeypatch, capsys):
-    asked, codes = [], iter([0, 3])
+def test_the_command_hands_on_what_is_left_of_a_limit_and_stops_at_it(monkeypatch):
+    asked, codes, clock = [], iter([0, 3]), [0.0]
+
+    def swept_for_ten_minutes(overrides: list[str]) -> int:
+        asked.append((overrides[0], overrides[-1]))
+        clock[0] += 600.0
+        return next(codes)
+
+    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(cli, "run", swept_for_ten_minutes)
+    assert run("method=fp32", "runner.max_minutes=10.0004", "--only", "table1,table2,seeds") == 3
+    assert asked == [
+        ("+experiment=reproduce/table1", "runner.max_minutes=10.0004"),
+        ("+experiment=reproduce/table2", "runner.max_minutes=0.0004"),
+    ]
+
+
+def in_turn(monkeypatch, *codes: int) -> list[str]:
+    """Sweeps that end with these codes; returns which were asked for."""
+    asked, left, clock = [], iter(codes), [0.0]
+
+    def swept_for_ten_minutes(overrides: list[str]) -> int:
+        asked.append(overrides[0].rpartition("/")[2])
+        clock[0] += 600.0
+        return next(left)
+
+    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(runner, "device_name", lambda settings: CARD)
     monkeypatch.setattr(runner, "epoch_seconds", lambda settings: 1.0)
-    monkeypatch.setattr(cli, "run", lambda overrides: asked.append(overrides) or next(codes))
-    assert run("method=fp32", "runner.max_minutes=50", "--only", "table1,table2,seeds") == 3
-    assert [overrides[0] for overrides in asked] == ["+experiment=reproduce/table1", "+experiment=reproduce/table2"]
-    assert all(49 < float(overrides[-1].removeprefix("runner.max_minutes=")) < 50 for overrides in asked)
+    monkeypatch.setattr(cli, "run", swept_for_ten_minutes)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "codes, limit, ended, page",
+    [
+        ((2, 0, 1), [], 2, True),
+        ((0, 2, 0), [], 2, True),
+        ((2, 3), ["runner.max_minutes=50"], 3, True),
+        ((0, 2), ["runner.max_minutes=15"], 3, True),
+        ((2, 130), [], 130, False),
+    ],
+)
+def test_a_refused_sweep_keeps_no_other_from_being_run_and_no_page_from_being_written(
+    monkeypatch, codes, limit, ended, page
+):
+    record(sweep("table1", [*TINY, "method=fp32"]).jobs()[0], 0)
+    asked = in_turn(monkeypatch, *codes)
+    assert run("method=fp32", *limit, "--only", "table1,table2,seeds") == ended
+    assert asked == ["table1", "table2", "seeds"][: len(codes)]
+    assert Path("results/README.md").exists() == Path("results/tables/table1.md").exists() == page
+
+
+def test_a_refused_tuning_stays_refused_whatever_is_chosen(monkeypatch):
+    monkeypatch.setattr(choose_trials, "main", lambda arguments: 0)
+    for code, ended in ((2, 2), (1, 0), (0, 0)):
+        in_turn(monkeypatch, code)
+        assert run("method=fp32", "--only", "tuning") == ended
+    monkeypatch.setattr(choose_trials, "main", lambda arguments: 2)
+    for code, ended in ((2, 2), (1, 1), (0, 1)):
+        in_turn(monkeypatch, code)
+        assert run("method=fp32", "--only", "tuning") == ended
+
+
+def test_controls_without_records_are_told_with_one_and_nothing_is_tried_for_them(monkeypatch, capsys):
+    for root in ("results/runs", "results/tuning"):
+        Path(root).mkdir(parents=True)
+    monkeypatch.setattr(runner, "device_name", lambda settings: CARD)
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: pytest.fail("its controls cannot be run"))
+    assert run("--only", "controls") == 1
+    said = capsys.readouterr()
+    assert "controls not run: resnet8: expected finished runs of triaccel_plus" in said.out and not said.err
+    assert re.search(r"controls +0 runs, +0 done", said.out) and not Path("results/README.md").exists()
+
+
+def test_a_limit_counts_from_the_first_sweep_and_nothing_is_tried_within_it(monkeypatch, capsys):
+    asked, clock = in_turn(monkeypatch, 0), [0.0]
+    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slow(settings: Settings) -> str:
+        clock[0] += 3600.0
+        return CARD
+
+    monkeypatch.setattr(runner, "device_name", slow)
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: pytest.fail("no step of the limit is spent so"))
+    assert run("method=fp32", "runner.max_minutes=0.5", "--only", "table1") == 0 and asked == ["table1"]
+    assert re.search(r"table1 +1 runs, +0 done, an unknown time left", capsys.readouterr().out)
 
 
 def test_mistakes_are_one_sentence(capsys):
