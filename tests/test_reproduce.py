@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from omegaconf import OmegaConf
 from traced import trace
 
 from triaccel_bench import cli, reproduction, runner
-from triaccel_bench.configuration import compose
+from triaccel_bench.configuration import CONFIG_PACKAGE, compose
 from triaccel_bench.identity import RESULTS_VERSION, flat, identifying_settings, identity
 from triaccel_bench.records import planned_run, write_run
 from triaccel_bench.reproduction import PARTS, Forecaster, controls, sweep
@@ -261,14 +262,10 @@ def test_a_refused_sweep_keeps_no_other_from_being_run_and_no_page_from_being_wr
 
 
 def test_a_refused_tuning_stays_refused_whatever_is_chosen(monkeypatch):
-    monkeypatch.setattr(choose_trials, "main", lambda arguments: 0)
-    for code, ended in ((2, 2), (1, 0), (0, 0)):
+    for choice, code, ended in ((0, 2, 2), (0, 1, 0), (2, 2, 2), (2, 0, 1)):
+        monkeypatch.setattr(choose_trials, "main", lambda arguments, choice=choice: choice)
         in_turn(monkeypatch, code)
-        assert run("method=fp32", "--only", "tuning") == ended
-    monkeypatch.setattr(choose_trials, "main", lambda arguments: 2)
-    for code, ended in ((2, 2), (1, 1), (0, 1)):
-        in_turn(monkeypatch, code)
-        assert run("method=fp32", "--only", "tuning") == ended
+        assert run("method=fp32", "+trial=t0", "--only", "tuning") == ended
 
 
 def test_controls_without_records_are_told_with_one_and_nothing_is_tried_for_them(monkeypatch, capsys):
@@ -294,6 +291,80 @@ def test_a_limit_counts_from_the_first_sweep_and_nothing_is_tried_within_it(monk
     monkeypatch.setattr(runner, "epoch_seconds", lambda settings: pytest.fail("no step of the limit is spent so"))
     assert run("method=fp32", "runner.max_minutes=0.5", "--only", "table1") == 0 and asked == ["table1"]
     assert re.search(r"table1 +1 runs, +0 done, an unknown time left", capsys.readouterr().out)
+
+
+def every_trial(accuracy: float = 70.0) -> Path:
+    """Records of all trials of one method; returns the name of the file that its choice goes into."""
+    for job in sweep("tuning", ["model=resnet18", "method=amp"]).jobs():
+        record(job, 100, accuracy=accuracy)
+    return Path("cifar10-resnet18-amp.yaml")
+
+
+def refused(capsys, code: int, *told: str) -> None:
+    """One sentence has said so, and no traceback."""
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1 and all(text in said for text in told), said
+    assert re.search(r": expected .*, got .*; \w+", said)
+
+
+def test_choices_lie_where_the_command_reads(tmp_path):
+    """Wherever this script lies beside the package."""
+    copy = tmp_path / "elsewhere" / "scripts" / "choose_trials.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes((ROOT / "scripts" / "choose_trials.py").read_bytes())
+    spec = importlib.util.spec_from_file_location("choose_trials_elsewhere", copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    read = Path(importlib.util.find_spec(CONFIG_PACKAGE).origin).parent
+    assert (module.TRIALS, module.TUNED) == (read / "trial", read / "tuned") and module.TUNED.is_dir()
+
+
+@pytest.mark.parametrize(
+    "program", [lambda out: choose_trials.main(["--out", out]), lambda out: draw_trials.main(["--out", out])]
+)
+def test_a_folder_that_cannot_be_written_is_one_sentence(program, tmp_path, capsys):
+    every_trial()
+    (tmp_path / "file").write_text("mine")
+    for out in ("/proc/none", "file", "file/below"):
+        refused(capsys, program(out), out, "--out")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_choice_that_cannot_be_read_is_one_sentence_and_stays(tmp_path, capsys):
+    path = every_trial()
+    path.write_bytes(b"\xff\xfe")
+    refused(capsys, choose_trials.main(["--out", "."]), path.name, "UTF-8", "--force")
+    assert path.read_bytes() == b"\xff\xfe"
+    assert choose_trials.main(["--out", ".", "--force"]) == 0 and "the best of 8" in path.read_text()
+    path.unlink()
+    path.mkdir()
+    for force in ([], ["--force"]):
+        capsys.readouterr()
+        refused(capsys, choose_trials.main(["--out", ".", *force]), path.name, "folder", "move it")
+    assert path.is_dir() and not [*path.iterdir()]
+
+
+def test_a_choice_that_cannot_be_written_is_no_refusal_of_the_reproduction(tmp_path, monkeypatch, capsys):
+    every_trial()
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(choose_trials, "TUNED", tmp_path / "file")
+    in_turn(monkeypatch, 0)
+    assert run("method=fp32", "+trial=t0", "--only", "tuning") == 1
+    assert "file: expected a folder" in capsys.readouterr().err and Path("results/README.md").exists()
+
+
+def test_records_that_were_not_used_are_named(tmp_path, capsys):
+    path = every_trial()
+    broken = Path("results/tuning/broken/run.json")
+    broken.parent.mkdir()
+    broken.write_text("{")
+    assert choose_trials.main(["--out", "tuned"]) == 0 and Path("tuned", path).is_file()
+    assert f"Not used: {broken}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+    assert choose_trials.main(["results/tuning", "results/other", "--out", "tuned"]) == 0
+    assert "Not used: results/other: expected a folder, got no such folder; correct its name" in capsys.readouterr().err
+    assert choose_trials.main(["results/tuning/broken", "--out", "tuned"]) == 2
+    said = capsys.readouterr().err
+    assert "Not used: " in said and "No trials below" in said
 
 
 def test_mistakes_are_one_sentence(capsys):
