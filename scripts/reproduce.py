@@ -146,16 +146,19 @@ def _say_what_it_takes(
     print(f"Looking at what the runs will take on {name}; a method without records here {how}.", flush=True)
     forecaster = Forecaster(name, _epoch_seconds if tried else lambda settings: math.nan)
     forecasts, commands = [], []
+    coming: set[str] = set()
     for part in (part for part in PARTS if part in parts):
         if part == "controls":
             made, lacking = controls(table1, name, given)
             commands += [*(each.command for each in made), *(f"# {sentence}" for sentence in lacking)]
-            # Records that no part before makes stay lacking, and their controls are not run.
-            promised = lacking and "table1" in parts
+            # Where no part before makes the records that are lacking, there will be no controls.
+            promised = [settings for settings in table1 if lacking and settings.model.name in coming]
             jobs = [] if promised else [job for each in made for job in each.jobs()]
-            forecasts.append(forecaster.of_controls(table1) if promised else forecaster.forecast(part, jobs))
+            forecasts.append(forecaster.of_controls(promised) if promised else forecaster.forecast(part, jobs))
         else:
-            forecasts.append(forecaster.forecast(part, sweep(part, given).jobs()))
+            jobs = sweep(part, given).jobs()
+            coming |= {job.model.name for job in jobs if part in ("table1", "seeds")}
+            forecasts.append(forecaster.forecast(part, jobs))
             commands.append(sweep(part, given).command)
     _print_forecasts(forecasts)
     return commands

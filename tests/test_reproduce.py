@@ -279,6 +279,15 @@ def test_controls_without_records_are_told_with_one_and_nothing_is_tried_for_the
     assert re.search(r"controls +0 runs, +0 done", said.out) and not Path("results/README.md").exists()
 
 
+def test_controls_of_networks_that_a_part_before_makes_records_of_are_forecast(monkeypatch, capsys):
+    monkeypatch.setattr(runner, "device_name", lambda settings: CARD)
+    tried = []
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: tried.append(settings.model.name) or 1.0)
+    given = [text for text in TINY if not text.startswith("model=")]
+    assert reproduce.main([*given, "--only", "seeds,controls", "--list"]) == 0
+    assert re.search(r"controls +5 runs, +0 done", capsys.readouterr().out) and set(tried) == {"resnet18"}
+
+
 def test_a_limit_counts_from_the_first_sweep_and_nothing_is_tried_within_it(monkeypatch, capsys):
     asked, clock = in_turn(monkeypatch, 0), [0.0]
     monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
