@@ -3,43 +3,47 @@
 
 python scripts/choose_trials.py [RECORDS ...] [--out DIR] [--force]     folders searched for run.json (results/tuning)
 
+Without --out they go where triaccel-bench reads them: into the conf of the package that is installed.
 Every method has to have had every trial; one that diverged or ran out of memory was a trial, and lost. A file that is
 there stays as it is unless --force is given, since reported runs may rest on it. Exit codes: 0 all are chosen; 1 some
-method lacks trials or has another choice on file; 2 no trials.
+method lacks trials or has another choice on file; 2 no trials, or a choice that cannot be read or written.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from triaccel_bench.cells import Cell
+from triaccel_bench.configuration import CONFIG_PACKAGE
 from triaccel_bench.files import write_together
 from triaccel_bench.identity import flat
 from triaccel_bench.results import read_results
 from triaccel_bench.tuning import Tuning, accuracy, tunings, values
 
-ROOT = Path(__file__).resolve().parent.parent
-TRIALS, TUNED = ROOT / "conf" / "trial", ROOT / "conf" / "tuned"
+CONF = Path(str(files(CONFIG_PACKAGE)))
+TRIALS, TUNED = CONF / "trial", CONF / "tuned"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Choose each method's best trial by validation accuracy.")
     parser.add_argument("results", nargs="*", type=Path, default=[Path("results/tuning")], metavar="RECORDS")
-    parser.add_argument("--out", type=Path, default=TUNED, metavar="DIR", help="default: conf/tuned")
+    parser.add_argument("--out", type=Path, default=TUNED, metavar="DIR", help="default: %(default)s")
     parser.add_argument("--force", action="store_true", help="replace files that hold another choice")
     options = parser.parse_args(arguments)
-    found = tunings(read_results(options.results).runs)
+    found = _found(options.results)
     if not found:
         told = ", ".join(map(str, options.results))
         print(f"No trials below {told}; make some by: triaccel-bench +experiment=reproduce/tuning", file=sys.stderr)
         return 2
     names = [(tuning.dataset, tuning.model, tuning.method) for tuning in found]
-    files, faults = {}, []
+    choices, faults, unusable = {}, [], []
     for tuning, name in zip(found, names):
         path = options.out / f"{'-'.join(name)}.yaml"
         if names.count(name) > 1:
@@ -50,14 +54,56 @@ def main(arguments: Sequence[str] | None = None) -> int:
             faults.append(f"{path.name}: none of {len(tuning.trials)} trials was finished; look at their records")
         else:
             text = chosen(tuning, tuning.best)
-            if path.exists() and path.read_text() != text and not options.force:
-                faults.append(f"{path.name}: holds another choice, which stays; --force replaces it")
-            else:
-                files[path] = text.encode()
-    options.out.mkdir(parents=True, exist_ok=True)
-    write_together(files)
-    print(*(f"Written: {path}" for path in files), *faults, sep="\n")
-    return 1 if faults else 0
+            try:
+                if _on_file(path, options.force) in (None, text):
+                    choices[path] = text.encode()
+                else:
+                    faults.append(f"{path.name}: holds another choice, which stays; --force replaces it")
+            except Unreadable as error:
+                unusable.append(str(error))
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_together(choices)
+    except OSError as error:
+        unusable.append(f"{options.out}: expected a folder that can be written, got {error}; name another by --out")
+    else:
+        print(*(f"Written: {path}" for path in choices), sep="\n", end="\n" * bool(choices))
+    print(*faults, sep="\n", end="\n" * bool(faults))
+    print(*unusable, sep="\n", end="\n" * bool(unusable), file=sys.stderr)
+    return 2 if unusable else 1 if faults else 0
+
+
+class Unreadable(Exception):
+    """What lies where a choice belongs is none that can be compared; the message says what to do."""
+
+
+def _found(folders: Sequence[Path]) -> list[Tuning]:
+    """All that was tuned below the folders; says which of the records there are not used, and why."""
+    results = read_results([folder for folder in folders if os.path.isdir(folder)])
+    missing = [
+        f"{folder}: expected a folder, got {'a file' if os.path.exists(folder) else 'no such folder'}; correct its name"
+        for folder in folders
+        if not os.path.isdir(folder)
+    ]
+    for problem in (*missing, *results.problems):
+        print(f"Not used: {problem}", file=sys.stderr)
+    return tunings(results.runs)
+
+
+def _on_file(path: Path, replaced: bool) -> str | None:
+    """The choice that is there and counts; ``None``: none. Raises ``Unreadable``."""
+    if os.path.isdir(path):
+        raise Unreadable(f"{path}: expected a choice, got a folder; move it away")
+    if replaced:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise Unreadable(
+            f"{path}: expected a choice in UTF-8 that can be read, got {error}; remove it, or replace it by --force"
+        ) from None
 
 
 def chosen(tuning: Tuning, best: Cell) -> str:

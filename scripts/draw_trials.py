@@ -4,6 +4,7 @@
 python scripts/draw_trials.py [--out DIR]
 
 The first trial is what ``conf/`` ships, so that tuning cannot choose worse on the validation split than not tuning.
+Exit code 2: they cannot be written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+from triaccel_bench.files import write_together
 
 SEED, TRIALS = 2025, 8
 SHIPPED = {
@@ -67,14 +72,18 @@ def text(number: int, trial: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Draw the trials of tuning.")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help="default: conf/trial")
-    out = parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
-    for number, trial in enumerate(drawn()):
-        (out / f"t{number}.yaml").write_text(text(number, trial))
+    out = parser.parse_args(arguments).out
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_together({out / f"t{number}.yaml": text(number, trial).encode() for number, trial in enumerate(drawn())})
+    except OSError as error:
+        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -3,10 +3,11 @@
 
 python scripts/reproduce.py [--only PART,PART] [--list] [key=value ...]     overrides as triaccel-bench takes them
 
-First it says how many minutes the runs that are left will take, and at the end it writes tables and results/README.md.
+First it says how many minutes the runs that are left will take. A sweep that is refused keeps none of the others from
+being run, and at the end, or when the time is up, tables and results/README.md are written from what records there are.
 Finished runs are not made again, so that the same command goes on after anything; runner.max_minutes=50 cuts it in
-sittings. Exit codes are those of triaccel-bench, and 1 also where records are lacking that a control or the choice of
-trials rests on.
+sittings, each counted from its first sweep. Exit codes are those of triaccel-bench, of several sweeps the highest, and
+1 also where records are lacking that a control or the choice of trials rests on, or where a choice cannot be written.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from triaccel_bench import cli, runner, tables_cli
 from triaccel_bench.outcomes import TIME_IS_UP
 from triaccel_bench.preflight import duration
 from triaccel_bench.reproduction import PARTS, Forecast, Forecaster, Sweep, controls, limited, sweep, tuning_root
+from triaccel_bench.results import run_files
 from triaccel_bench.runner import Refused
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.terminal import silence_output
@@ -68,20 +70,29 @@ def _parts(text: str) -> list[str]:
 
 
 def _run(options: argparse.Namespace) -> int:
-    started = time.monotonic()
     given = [text for text in options.overrides if not text.startswith("runner.max_minutes=")]
     # A mistake in them is said by the first sweep's own settings.
     table1 = sweep("table1", options.overrides).jobs()
     minutes = table1[0].runner.max_minutes
     name = runner.device_name(table1[0])
-    commands = _say_what_it_takes(options.only, table1, name, given)
+    commands = _say_what_it_takes(options.only, table1, name, given, tried=minutes is None or options.list)
     if options.list:
         print(*commands, sep="\n")
         return 0
-    code, trials = 0, tuning_root(table1, given)
-    for part in PARTS:
-        if part not in options.only:
-            continue
+    trials = tuning_root(table1, given)
+    code = _run_parts(options.only, given, name, trials, minutes)
+    if code == INTERRUPTED:
+        return code
+    roots = [root for root in dict.fromkeys((table1[0].results.root, trials)) if _has_records(root)]
+    return max(code, _write_results(roots)) if roots else code
+
+
+def _run_parts(parts: Sequence[str], given: Sequence[str], name: str, trials: str, minutes: float | None) -> int:
+    """The worst of the sweeps' codes: one that is refused keeps none of the others from being run."""
+    # Here and not where the command began: the look ahead would leave nothing of a short limit.
+    started = time.monotonic()
+    worst = 0
+    for part in (part for part in PARTS if part in parts):
         for wanted in _sweeps(part, given, name):
             left = None if minutes is None else minutes - (time.monotonic() - started) / 60
             if left is not None and left <= 0:
@@ -89,16 +100,19 @@ def _run(options: argparse.Namespace) -> int:
                 return TIME_IS_UP
             print(f"\n{part}: {wanted.command}", flush=True)
             ended = cli.run(list(limited(wanted, left).overrides))
-            if ended not in (0, SOME_FAILED):
+            if ended in (TIME_IS_UP, INTERRUPTED):
                 return ended
             if part == "tuning":
                 # A trial that diverged has lost, which is no failure of the reproduction.
-                ended = choose_trials.main([trials])
-            code = max(code, ended)
+                ended = max(0 if ended == SOME_FAILED else ended, SOME_FAILED if choose_trials.main([trials]) else 0)
+            worst = max(worst, ended)
         if part == "controls" and _lacking(given, name):
-            code = SOME_FAILED
-    roots = [root for root in dict.fromkeys((table1[0].results.root, trials)) if Path(root).is_dir()]
-    return max(code, _write_results(roots)) if roots else code
+            worst = max(worst, SOME_FAILED)
+    return worst
+
+
+def _has_records(root: str) -> bool:
+    return next(run_files(Path(root), []), None) is not None
 
 
 def _write_results(roots: Sequence[str]) -> int:
@@ -120,19 +134,31 @@ def _lacking(given: Sequence[str], name: str) -> bool:
     return bool(lacking)
 
 
-def _say_what_it_takes(parts: Sequence[str], table1: Sequence[Settings], name: str, given: Sequence[str]) -> list[str]:
-    """Print a line a part; returns the commands that they consist of."""
-    print(f"Looking at what the runs will take on {name}; a method without records here is tried for a few steps.")
-    forecaster = Forecaster(name, _epoch_seconds)
+def _say_what_it_takes(
+    parts: Sequence[str], table1: Sequence[Settings], name: str, given: Sequence[str], tried: bool
+) -> list[str]:
+    """Print a line a part; returns the commands that they consist of.
+
+    Args:
+        tried: take the time of a method that nothing is recorded of by a few steps.
+    """
+    how = "is tried for a few steps" if tried else "takes an unknown time, since runner.max_minutes is set"
+    print(f"Looking at what the runs will take on {name}; a method without records here {how}.", flush=True)
+    forecaster = Forecaster(name, _epoch_seconds if tried else lambda settings: math.nan)
     forecasts, commands = [], []
+    coming: set[str] = set()
     for part in (part for part in PARTS if part in parts):
         if part == "controls":
             made, lacking = controls(table1, name, given)
             commands += [*(each.command for each in made), *(f"# {sentence}" for sentence in lacking)]
-            jobs = [job for each in made for job in each.jobs()]
-            forecasts.append(forecaster.of_controls(table1) if lacking else forecaster.forecast(part, jobs))
+            # Where no part before makes the records that are lacking, there will be no controls.
+            promised = [settings for settings in table1 if lacking and settings.model.name in coming]
+            jobs = [] if promised else [job for each in made for job in each.jobs()]
+            forecasts.append(forecaster.of_controls(promised) if promised else forecaster.forecast(part, jobs))
         else:
-            forecasts.append(forecaster.forecast(part, sweep(part, given).jobs()))
+            jobs = sweep(part, given).jobs()
+            coming |= {job.model.name for job in jobs if part in ("table1", "seeds")}
+            forecasts.append(forecaster.forecast(part, jobs))
             commands.append(sweep(part, given).command)
     _print_forecasts(forecasts)
     return commands

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from measured import epoch, provenance
@@ -12,7 +14,7 @@ from omegaconf import OmegaConf
 from traced import trace
 
 from triaccel_bench import cli, reproduction, runner
-from triaccel_bench.configuration import compose
+from triaccel_bench.configuration import CONFIG_PACKAGE, compose
 from triaccel_bench.identity import RESULTS_VERSION, flat, identifying_settings, identity
 from triaccel_bench.records import planned_run, write_run
 from triaccel_bench.reproduction import PARTS, Forecaster, controls, sweep
@@ -206,13 +208,172 @@ def test_the_command_runs_what_is_left_and_nothing_twice(capsys, monkeypatch):
     assert "controls not run: resnet8: expected triaccel_plus among Table 1's methods" in capsys.readouterr().out
 
 
-def test_the_command_hands_on_what_is_left_of_a_limit_and_stops_at_it(monkeypatch, capsys):
-    asked, codes = [], iter([0, 3])
+def test_the_command_hands_on_what_is_left_of_a_limit_and_stops_at_it(monkeypatch):
+    asked, codes, clock = [], iter([0, 3]), [0.0]
+
+    def swept_for_ten_minutes(overrides: list[str]) -> int:
+        asked.append((overrides[0], overrides[-1]))
+        clock[0] += 600.0
+        return next(codes)
+
+    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(cli, "run", swept_for_ten_minutes)
+    assert run("method=fp32", "runner.max_minutes=10.0004", "--only", "table1,table2,seeds") == 3
+    assert asked == [
+        ("+experiment=reproduce/table1", "runner.max_minutes=10.0004"),
+        ("+experiment=reproduce/table2", "runner.max_minutes=0.0004"),
+    ]
+
+
+def in_turn(monkeypatch, *codes: int) -> list[str]:
+    """Sweeps that end with these codes; returns which were asked for."""
+    asked, left, clock = [], iter(codes), [0.0]
+
+    def swept_for_ten_minutes(overrides: list[str]) -> int:
+        asked.append(overrides[0].rpartition("/")[2])
+        clock[0] += 600.0
+        return next(left)
+
+    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(runner, "device_name", lambda settings: CARD)
     monkeypatch.setattr(runner, "epoch_seconds", lambda settings: 1.0)
-    monkeypatch.setattr(cli, "run", lambda overrides: asked.append(overrides) or next(codes))
-    assert run("method=fp32", "runner.max_minutes=50", "--only", "table1,table2,seeds") == 3
-    assert [overrides[0] for overrides in asked] == ["+experiment=reproduce/table1", "+experiment=reproduce/table2"]
-    assert all(49 < float(overrides[-1].removeprefix("runner.max_minutes=")) < 50 for overrides in asked)
+    monkeypatch.setattr(cli, "run", swept_for_ten_minutes)
+    return asked
+
+
+@pytest.mark.parametrize(
+    "codes, limit, ended, page",
+    [
+        ((2, 0, 1), [], 2, True),
+        ((0, 2, 0), [], 2, True),
+        ((2, 3), ["runner.max_minutes=50"], 3, True),
+        ((0, 2), ["runner.max_minutes=15"], 3, True),
+        ((2, 130), [], 130, False),
+    ],
+)
+def test_a_refused_sweep_keeps_no_other_from_being_run_and_no_page_from_being_written(
+    monkeypatch, codes, limit, ended, page
+):
+    record(sweep("table1", [*TINY, "method=fp32"]).jobs()[0], 0)
+    asked = in_turn(monkeypatch, *codes)
+    assert run("method=fp32", *limit, "--only", "table1,table2,seeds") == ended
+    assert asked == ["table1", "table2", "seeds"][: len(codes)]
+    assert Path("results/README.md").exists() == Path("results/tables/table1.md").exists() == page
+
+
+def test_a_refused_tuning_stays_refused_whatever_is_chosen(monkeypatch):
+    for choice, code, ended in ((0, 2, 2), (0, 1, 0), (2, 2, 2), (2, 0, 1)):
+        monkeypatch.setattr(choose_trials, "main", lambda arguments, choice=choice: choice)
+        in_turn(monkeypatch, code)
+        assert run("method=fp32", "+trial=t0", "--only", "tuning") == ended
+
+
+def test_controls_without_records_are_told_with_one_and_nothing_is_tried_for_them(monkeypatch, capsys):
+    for root in ("results/runs", "results/tuning"):
+        Path(root).mkdir(parents=True)
+    monkeypatch.setattr(runner, "device_name", lambda settings: CARD)
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: pytest.fail("its controls cannot be run"))
+    assert run("--only", "controls") == 1
+    said = capsys.readouterr()
+    assert "controls not run: resnet8: expected finished runs of triaccel_plus" in said.out and not said.err
+    assert re.search(r"controls +0 runs, +0 done", said.out) and not Path("results/README.md").exists()
+
+
+def test_controls_of_networks_that_a_part_before_makes_records_of_are_forecast(monkeypatch, capsys):
+    monkeypatch.setattr(runner, "device_name", lambda settings: CARD)
+    tried = []
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: tried.append(settings.model.name) or 1.0)
+    given = [text for text in TINY if not text.startswith("model=")]
+    assert reproduce.main([*given, "--only", "seeds,controls", "--list"]) == 0
+    assert re.search(r"controls +5 runs, +0 done", capsys.readouterr().out) and set(tried) == {"resnet18"}
+
+
+def test_a_limit_counts_from_the_first_sweep_and_nothing_is_tried_within_it(monkeypatch, capsys):
+    asked, clock = in_turn(monkeypatch, 0), [0.0]
+    monkeypatch.setattr(reproduce, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+
+    def slow(settings: Settings) -> str:
+        clock[0] += 3600.0
+        return CARD
+
+    monkeypatch.setattr(runner, "device_name", slow)
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: pytest.fail("no step of the limit is spent so"))
+    assert run("method=fp32", "runner.max_minutes=0.5", "--only", "table1") == 0 and asked == ["table1"]
+    assert re.search(r"table1 +1 runs, +0 done, an unknown time left", capsys.readouterr().out)
+
+
+def every_trial(accuracy: float = 70.0) -> Path:
+    """Records of all trials of one method; returns the name of the file that its choice goes into."""
+    for job in sweep("tuning", ["model=resnet18", "method=amp"]).jobs():
+        record(job, 100, accuracy=accuracy)
+    return Path("cifar10-resnet18-amp.yaml")
+
+
+def refused(capsys, code: int, *told: str) -> None:
+    """One sentence has said so, and no traceback."""
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1 and all(text in said for text in told), said
+    assert re.search(r": expected .*, got .*; \w+", said)
+
+
+def test_choices_lie_where_the_command_reads(tmp_path):
+    """Wherever this script lies beside the package."""
+    copy = tmp_path / "elsewhere" / "scripts" / "choose_trials.py"
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes((ROOT / "scripts" / "choose_trials.py").read_bytes())
+    spec = importlib.util.spec_from_file_location("choose_trials_elsewhere", copy)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    read = Path(importlib.util.find_spec(CONFIG_PACKAGE).origin).parent
+    assert (module.TRIALS, module.TUNED) == (read / "trial", read / "tuned") and module.TUNED.is_dir()
+
+
+@pytest.mark.parametrize(
+    "program", [lambda out: choose_trials.main(["--out", out]), lambda out: draw_trials.main(["--out", out])]
+)
+def test_a_folder_that_cannot_be_written_is_one_sentence(program, tmp_path, capsys):
+    every_trial()
+    (tmp_path / "file").write_text("mine")
+    for out in ("/proc/none", "file", "file/below"):
+        refused(capsys, program(out), out, "--out")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_choice_that_cannot_be_read_is_one_sentence_and_stays(tmp_path, capsys):
+    path = every_trial()
+    path.write_bytes(b"\xff\xfe")
+    refused(capsys, choose_trials.main(["--out", "."]), path.name, "UTF-8", "--force")
+    assert path.read_bytes() == b"\xff\xfe"
+    assert choose_trials.main(["--out", ".", "--force"]) == 0 and "the best of 8" in path.read_text()
+    path.unlink()
+    path.mkdir()
+    for force in ([], ["--force"]):
+        capsys.readouterr()
+        refused(capsys, choose_trials.main(["--out", ".", *force]), path.name, "folder", "move it")
+    assert path.is_dir() and not [*path.iterdir()]
+
+
+def test_a_choice_that_cannot_be_written_is_no_refusal_of_the_reproduction(tmp_path, monkeypatch, capsys):
+    every_trial()
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setattr(choose_trials, "TUNED", tmp_path / "file")
+    in_turn(monkeypatch, 0)
+    assert run("method=fp32", "+trial=t0", "--only", "tuning") == 1
+    assert "file: expected a folder" in capsys.readouterr().err and Path("results/README.md").exists()
+
+
+def test_records_that_were_not_used_are_named(tmp_path, capsys):
+    path = every_trial()
+    broken = Path("results/tuning/broken/run.json")
+    broken.parent.mkdir()
+    broken.write_text("{")
+    assert choose_trials.main(["--out", "tuned"]) == 0 and Path("tuned", path).is_file()
+    assert f"Not used: {broken}" in capsys.readouterr().err.replace(f"{tmp_path}/", "")
+    assert choose_trials.main(["results/tuning", "results/other", "--out", "tuned"]) == 0
+    assert "Not used: results/other: expected a folder, got no such folder; correct its name" in capsys.readouterr().err
+    assert choose_trials.main(["results/tuning/broken", "--out", "tuned"]) == 2
+    said = capsys.readouterr().err
+    assert "Not used: " in said and "No trials below" in said
 
 
 def test_mistakes_are_one_sentence(capsys):

@@ -239,4 +239,4 @@ def limited(wanted: Sweep, minutes: float | None) -> Sweep:
     """The same with what is left of a limit of time."""
     if minutes is None:
         return wanted
-    return replace(wanted, overrides=(*wanted.overrides, f"runner.max_minutes={minutes:.3f}"))
+    return replace(wanted, overrides=(*wanted.overrides, f"runner.max_minutes={minutes:.6g}"))
