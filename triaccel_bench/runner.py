@@ -135,12 +135,7 @@ def epoch_seconds(settings: Settings) -> float:
     """
     with Devices(lambda text: print(text, flush=True)) as devices:
         ended = _child("time_epoch", (settings, _lease(devices, settings)), _hear_nothing, settings.runner.timeout)
-    if ended.verdict is None:
-        raise Refused(f"{cell_label(settings)}: the process of a few steps ended early ({ended.how})")
-    kind, payload = ended.verdict
-    if kind == "refused":
-        raise Refused(payload)
-    return payload
+    return _answer(ended, f"{cell_label(settings)}: the process of a few steps")
 
 
 def _lease(devices: Devices, settings: Settings) -> Lease | None:
@@ -313,8 +308,13 @@ def _run_seed(
 
 def _device_name(settings: Settings, lease: Lease | None) -> str:
     ended = _child("inspect_device", (settings.device, settings.kernels, lease), _hear_nothing, settings.runner.timeout)
+    return _answer(ended, f"device={settings.device}: looking at the device")
+
+
+def _answer(ended: Ended, what: str) -> Any:
+    """What a child was asked for. Raises ``Refused`` where it refused, or ended without a word."""
     if ended.verdict is None:
-        raise Refused(f"device={settings.device}: looking at the device ended early ({ended.how})")
+        raise Refused(f"{what} ended early ({ended.how})")
     kind, payload = ended.verdict
     if kind == "refused":
         raise Refused(payload)

@@ -18,7 +18,7 @@ from triaccel_bench.audit import IMPOSSIBLE, audit_table, check_records, records
 from triaccel_bench.boxes import boxes_table
 from triaccel_bench.differences import MARGIN, differences
 from triaccel_bench.figures import figures
-from triaccel_bench.files import write_atomically, write_together
+from triaccel_bench.files import write_together
 from triaccel_bench.layout import Table, to_csv, to_latex, to_markdown
 from triaccel_bench.reference import NoPack, pack
 from triaccel_bench.report import FILE, NoLibrary, report
@@ -40,6 +40,8 @@ _TABLES, _FIGURES, _PAGE = Path("results/tables"), Path("results/figures"), Path
 
 _READ_BY = {"margin": ("tables", "report"), "box": ("pack",), "device": ("pack", "verdicts")}
 """Options that not every command reads."""
+
+_ANOTHER = "name another by --out"
 
 _WRITERS = {"md": to_markdown, "csv": to_csv, "tex": to_latex}
 
@@ -138,34 +140,29 @@ def _audit(options: argparse.Namespace) -> int:
 
 def _write_figures(results: Results, out: Path) -> int:
     try:
-        files = {out / name: content for name, content in figures(results).items()}
-        out.mkdir(parents=True, exist_ok=True)
-        write_together(files)
+        files = figures(results)
     except NoMatplotlib as error:
         print(error, file=sys.stderr)
         return REFUSED
-    except OSError as error:
-        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
-        return REFUSED
-    print(*(f"Not used: {problem}" for problem in results.problems), sep="\n", end="\n" * bool(results.problems))
-    print(f"Written: {', '.join(map(str, files))}")
-    return _code_of(results, "the pictures hold")
+    return _write_files(results, out, files, "the pictures hold")
 
 
 def _write_report(results: Results, out: Path, margin: float) -> int:
     try:
-        page = report(results, margin)
-        out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / FILE, page)
+        files = {FILE: report(results, margin)}
     except NoLibrary as error:
         print(error, file=sys.stderr)
         return REFUSED
-    except OSError as error:
-        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
+    return _write_files(results, out, files, "the tables of the report hold")
+
+
+def _write_files(results: Results, out: Path, files: dict[str, bytes], what: str) -> int:
+    written = _saved(files, out)
+    if written is None:
         return REFUSED
     print(*(f"Not used: {problem}" for problem in results.problems), sep="\n", end="\n" * bool(results.problems))
-    print(f"Written: {out / FILE}")
-    return _code_of(results, "the tables of the report hold")
+    print(written)
+    return _code_of(results, what)
 
 
 def _write_verdicts(results: Results, options: argparse.Namespace) -> int:
@@ -173,21 +170,20 @@ def _write_verdicts(results: Results, options: argparse.Namespace) -> int:
     path = out / "README.md"
     try:
         text = page(results, options.device or "")
-        out.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.read_bytes().startswith(TITLE.encode()):
-            print(
-                f"{path}: expected a page of verdicts, got another text; name a folder by --out",
-                file=sys.stderr,
-            )
-            return REFUSED
-        write_together({path: text.encode()})
+        other = path.exists() and not path.read_bytes().startswith(TITLE.encode())
     except NoEvidence as error:
         print(error, file=sys.stderr)
         return REFUSED
     except OSError as error:
-        print(f"{out}: expected a folder that can be written, got {error}; name another by --out", file=sys.stderr)
+        _say_unwritable(out, error)
         return REFUSED
-    print(f"Written: {path}")
+    if other:
+        print(f"{path}: expected a page of verdicts, got another text; name a folder by --out", file=sys.stderr)
+        return REFUSED
+    written = _saved({path.name: text.encode()}, out)
+    if written is None:
+        return REFUSED
+    print(written)
     return _code_of(results, "the page holds")
 
 
@@ -262,7 +258,7 @@ def _write_tables(results: Results, out: Path, margin: float = MARGIN) -> int:
 
 def _show(tables: dict[str, Table], out: Path) -> bool:
     """Write each table in every format, then print them; False, and why on standard error, where that cannot be."""
-    written = _written(tables, out, "name another by --out")
+    written = _written(tables, out, _ANOTHER)
     if written is None:
         return False
     for name, table in tables.items():
@@ -276,17 +272,27 @@ def _show(tables: dict[str, Table], out: Path) -> bool:
 def _written(tables: dict[str, Table], out: Path, remedy: str) -> str | None:
     """Each table in every format, all or none; says which files, or ``None``, and why on standard error."""
     files = {
-        out / f"{name}.{suffix}": writer(table).encode()
+        f"{name}.{suffix}": writer(table).encode()
         for name, table in tables.items()
         for suffix, writer in _WRITERS.items()
     }
+    return _saved(files, out, remedy)
+
+
+def _saved(files: dict[str, bytes], out: Path, remedy: str = _ANOTHER) -> str | None:
+    """The files below a folder, all or none; says which, or ``None``, and why on standard error."""
+    paths = {out / name: content for name, content in files.items()}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        write_together(files)
+        write_together(paths)
     except OSError as error:
-        print(f"{out}: expected a folder that can be written, got {error}; {remedy}", file=sys.stderr)
+        _say_unwritable(out, error, remedy)
         return None
-    return f"Written: {', '.join(map(str, files))}"
+    return f"Written: {', '.join(map(str, paths))}"
+
+
+def _say_unwritable(out: Path, error: OSError, remedy: str = _ANOTHER) -> None:
+    print(f"{out}: expected a folder that can be written, got {error}; {remedy}", file=sys.stderr)
 
 
 def _parser() -> argparse.ArgumentParser:
