@@ -94,6 +94,28 @@ def test_the_line_goes_straight_to_the_highest_rung_below_the_band():
     assert size == 128 and "but B=160 is predicted at 1.080" in reason
 
 
+def test_the_second_rung_is_as_far_as_usage_in_proportion_to_batch_allows():
+    size, reason, _ = memory(300, batch=96, growth="model")
+    assert size == 288 and "even in proportion" in reason  # 900 there at the most; one more rung could be 1000
+    assert memory(300, batch=96, growth="paper")[0] == 128
+    assert memory(300, batch=96, free=250, growth="model")[0] == 160
+    assert memory(10, batch=96, growth="model")[0] == 512
+    size, reason, _ = memory(600, batch=96, growth="model")
+    assert size == 128 and "proportion" not in reason
+    # A rung seen above the band is no way up, however little another plan uses below it.
+    over = Seen(factors={128: 3.1})
+    assert memory(300, batch=96, seen=over, growth="model")[0] == 96
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_second_rung_passes_the_band_whatever_part_of_usage_grows_with_batch(seed):
+    draw = random.Random(seed)
+    fixed, slope = draw.uniform(0, 400), draw.uniform(0.5, 4)
+    used = round(fixed + 96 * slope)
+    size, _, _ = memory(used, batch=96, growth="model")
+    assert fixed + size * slope <= 901 or size <= 128
+
+
 def test_the_line_stops_where_the_devices_memory_does():
     seen = seen_at((96, 200), (128, 260))
     assert memory(260, batch=128, seen=seen, free=130, growth="model")[0] == 192

@@ -2,7 +2,8 @@
 
 ``batch.growth=paper`` moves B by one rung, down above rho_high of MemMax and up below rho_low. ``batch.growth=model``
 fits ``peak(B) = fixed + slope B`` to the rungs seen under the executed plan in force and goes straight to the highest
-rung that it puts at rho_high or below. ``batch.growth=noise`` does so too, but climbs no further than a share of the
+rung that it puts at rho_high or below; without a line yet, to the highest at which usage in proportion to B, which is
+more than any line says, would still be. ``batch.growth=noise`` does so too, but climbs no further than a share of the
 gradient noise scale, beyond which a step gains less than its samples cost, and to twice B at most (or by one rung),
 which is as far as a reading at B can be trusted. None climbs where the device lacks the memory, whoever holds it.
 """
@@ -91,9 +92,11 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, noise_scale: f
             worth = f"batch.noise_share={rules.noise_share} of a gradient noise scale of {noise_scale:.0f}"
             return batch, f"hold: {below}, but {worth} is no larger batch"
         rules = rules.model_copy(update={"max": highest})
-    if rules.growth != "paper" and seen.line() is not None:
-        return _highest_rung(reading, seen, rules, below)
-    return _one_rung_up(reading, seen, rules, below)
+    if rules.growth == "paper":
+        return _one_rung_up(reading, seen, rules, below)
+    if seen.line() is None:
+        return _in_proportion(reading, seen, rules, below)
+    return _highest_rung(reading, seen, rules, below)
 
 
 def _worth_its_samples(batch: int, rules: BatchSettings, noise_scale: float | None) -> int:
@@ -132,6 +135,22 @@ def _one_rung_up(reading: Reading, seen: Seen, rules: BatchSettings, below: str)
     if reading.free is not None and reading.used * (larger - batch) / batch > reading.free:
         return batch, f"hold: {below}, but the device has only {reading.free} bytes free"
     return larger, f"grow: {below}"
+
+
+def _in_proportion(reading: Reading, seen: Seen, rules: BatchSettings, below: str) -> tuple[int, str]:
+    """One rung up as ever, and on to the highest at which usage scaled by the growth is within rho_high and the device.
+
+    From two neighbouring rungs, what a reading is off by counts many times over at a rung far away.
+    """
+    rung, reason = _one_rung_up(reading, seen, rules, below)
+    most = rules.rho_high * reading.budget
+    if reading.free is not None:
+        most = min(most, reading.used + reading.free)
+    limit = min(rules.max, most * reading.batch / reading.used) if reading.used else rules.max
+    further = limit if limit == rules.max else reading.batch + rules.up * math.floor((limit - reading.batch) / rules.up)
+    if reading.batch < rung < further:
+        return further, f"grow: {below}, and B={further} stays within {rules.rho_high} even in proportion"
+    return rung, reason
 
 
 def _highest_rung(reading: Reading, seen: Seen, rules: BatchSettings, below: str) -> tuple[int, str]:
