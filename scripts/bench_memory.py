@@ -3,9 +3,9 @@
 
 Rows, for each model: ``less`` is the peak of a 16-bit step at B0 with what saves memory for hardly any time (all but
 checkpointing), and its time over that of the plain step; ``elastic`` the batch, epoch time and peak that a run
-settles at whose budget is FP32's peak (the first blocks run again); ``predicted`` how far the peak of a rung never
-run before was from what the controller had predicted; ``oom`` the share of forced shortages after which a run went on
-as if nothing had been.
+settles at whose budget is FP32's peak (``conf/pair`` says how many first blocks run again); ``predicted`` how far the
+peak of a rung never run before was from what the controller had predicted; ``oom`` the share of forced shortages after
+which a run went on as if nothing had been.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ LESS = ("method=amp", "method.dtype=bf16", "method.update.in_backward=true", "me
 """A 16-bit plan with all that saves memory and costs hardly any time."""
 PLAIN = ("method=amp", "method.dtype=bf16")
 ELASTIC = ("method=triaccel_plus", "method.batch.growth=model", "memory.budget=fp32", "method.control.interval=50")
-CHECKPOINTED = {"resnet18": ("model.checkpointing=2",), "efficientnet_b0": ("model.checkpointing=4",)}
-"""The first blocks, whose images are largest: they keep most of what a sample takes, for little of the time."""
 BUDGET_WITHIN = 1.1
 """Factor within which the budget, FP32's first steps, and the peak of an FP32 run have to agree."""
 TURNS = 2
@@ -83,7 +81,7 @@ def elastic(bench: Bench, model: str, epochs: int) -> Figures:
     fp32_s = statistics.median(epoch.train_seconds for epoch in plain.run.epochs[1:])
     fp32_peaks = [epoch.memory_peak_bytes for epoch in plain.run.epochs]
     del plain
-    made = bench.trainer(f"model={model}", *ELASTIC, *CHECKPOINTED.get(model, ()), f"epochs={epochs}")
+    made = bench.trainer(f"model={model}", *ELASTIC, f"epochs={epochs}")
     trace = made.train()
     run, last = made.run, made.run.epochs[-1]
     settled = [epoch.train_seconds for epoch in run.epochs if epoch.batch_min == epoch.batch_max == last.batch_max]
@@ -97,7 +95,11 @@ def elastic(bench: Bench, model: str, epochs: int) -> Figures:
         )
     errors = prediction_errors(trace, made.settings.method.batch)
     seconds = statistics.median(settled) if settled else None
-    besides = {"accuracy_percent": last.evaluation_accuracy_percent, "epochs_there": len(settled)}
+    besides = {
+        "checkpointing": made.settings.model.checkpointing,
+        "accuracy_percent": last.evaluation_accuracy_percent,
+        "epochs_there": len(settled),
+    }
     return {
         f"elastic/batch/{model}": {"value": last.batch_max, "from": made.settings.method.batch.initial, **besides},
         f"elastic/epoch/{model}": {"value": seconds},
@@ -170,7 +172,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "epochs": options.epochs,
         "less": list(LESS),
         "elastic": list(ELASTIC),
-        "checkpointed": CHECKPOINTED,
     }
     return run_benchmark(options, all_jobs(options.epochs), targets, facts, steps)
 

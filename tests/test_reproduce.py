@@ -122,7 +122,17 @@ def test_the_best_trial_is_chosen_and_its_origin_written(tmp_path, capsys):
 def test_tuned_values_are_those_of_one_network_and_data_set_and_of_no_loop_of_ones_own():
     config = (ROOT / "conf" / "config.yaml").read_text()
     assert "optional tuned: ${dataset}-${model}-${method}" in config
-    assert '"tuned=none"' in (ROOT / "triaccel_bench" / "loop.py").read_text()
+    assert '"pair=none", "tuned=none"' in (ROOT / "triaccel_bench" / "loop.py").read_text()
+
+
+@pytest.mark.parametrize("model", ["resnet18", "efficientnet_b0"])
+def test_tri_accel_plus_sets_what_it_runs_again_of_a_network_and_no_other_method_does(model):
+    ours = compose([f"model={model}", "method=triaccel_plus"]).model
+    assert ours.checkpointing in (2, 3)
+    plain = compose([f"model={model}", "method=triaccel_plus", "pair=none"]).model
+    assert plain == compose([f"model={model}", "method=amp"]).model and plain.checkpointing is False
+    given = compose([f"model={model}", "method=triaccel_plus", "model.checkpointing=1"]).model
+    assert given.checkpointing == 1
 
 
 @pytest.fixture
@@ -147,6 +157,8 @@ def test_controls_come_from_the_records(table1):
     assert [(job.method.name, job.epochs) for job in (*fp32, *amp)] == [("fp32", 2), ("amp", 5)]
     assert [job.replay.shuffle for job in replay] == [None, "layers"] and {job.optimizer.lr for job in replay} == {0.2}
     assert all("triaccel_plus" in job.replay.run and job.replay.run.endswith("seed-0") for job in replay)
+    # As much of the network is run again as in the recorded run, and nothing of it for AMP.
+    assert {job.model.checkpointing for job in replay} == {2} and static.model.checkpointing is False
 
 
 def test_controls_without_records_say_what_is_lacking(table1):

@@ -319,7 +319,7 @@ def sentence(error: Exception) -> str:
         there = ", ".join(name for name in error.options or () if not name.startswith("_"))
         return f"{unknown[1]}={unknown[2]}: expected one of {there}; choose one of them"
     if unresolved := re.match(r"Error resolving interpolation '([^']+)', possible interpolation keys: (.+)", text):
-        # The group tuned hangs on all three; one of them was taken away.
+        # The groups pair and tuned hang on all three; one of them was taken away.
         gone = [key for key in re.findall(r"\w+", unresolved[1]) if key not in unresolved[2].split(", ")]
         return f"{', '.join(gone)}: expected a value, got none; set it or use the shipped conf/ group"
     return text + _suggestion(text)

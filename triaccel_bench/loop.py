@@ -66,8 +66,8 @@ class TriAccel:
             )
         device = next(model.parameters()).device
         of_this_loop = [f"method={method}", f"device={device.type}", f"method.batch.initial={batch}"]
-        # Tuned values are those of the benchmark's own networks and data.
-        settings = compose([*of_this_loop, "tuned=none", *overrides])
+        # Tuned values, and what a method sets of a network, are those of the benchmark's own networks and data.
+        settings = compose([*of_this_loop, "pair=none", "tuned=none", *overrides])
         self.settings = settings.method
         update = self.settings.update
         if update.in_backward or update.momentum_dtype != "fp32":

@@ -103,7 +103,8 @@ def _controls_of(model: str, cells: dict[str, Settings], device_name: str, given
         kept = _without(given, "epochs")
         made.append(control("equal_time", f"method={method}", f"epochs={epochs}", kept=kept))
     recorded = seed_folder(settings, identity(settings, device_name), settings.seeds[0])
-    followed = f"replay.run={recorded}", f"optimizer.lr={optimizer.lr!r}", decay
+    again = f"model.checkpointing={str(settings.model.checkpointing).lower()}"
+    followed = f"replay.run={recorded}", f"optimizer.lr={optimizer.lr!r}", decay, again
     # The method's settings are the recorded run's.
     made.append(control("replay", *followed, kept=[text for text in given if not text.startswith("method.")]))
     return made
@@ -200,7 +201,7 @@ class Forecaster:
         runs, seconds = 0, 0.0
         for settings in table1:
             if settings.method.name == OURS:
-                static = [one for one in table1 if (one.model, one.method.name) == (settings.model, STATIC)]
+                static = [one for one in table1 if (one.model.name, one.method.name) == (settings.model.name, STATIC)]
                 # Equal time, twice; the replay and its shuffled twin.
                 for each in [*static, *[settings] * (len(EQUAL_TIME) + 2)]:
                     runs += len(settings.seeds)
