@@ -25,8 +25,8 @@ BLOCK_PIXELS = 128
 """Output pixels of a tile, one for each thread: what is computed for a pixel then serves all of its columns."""
 PROGRAMS = 528
 """Programs that fill a large card: four for each of its multiprocessors."""
-DWEIGHT_STAGES = 3
-"""Tiles of dy that are being copied or used at once."""
+STAGES = {2: 3, 4: 2}
+"""By bytes an element: tiles that are being copied or used at once; shared memory of small cards holds no more."""
 SUM_SHARES = 128
 SUM_ELEMENTS = 16
 """Shares and elements that a program of the second stage adds at once; few elements, so that many programs do."""
@@ -141,7 +141,7 @@ if triton is not None:
                     x, pixel, live, first_row, C, H, W, OUT_H, OUT_W, KERNEL, STRIDE, PADDING, ROWS, BLOCK_K
                 )
                 if ROWS == KERNEL:
-                    acc = tl.dot(tl.trans(patches), tl.trans(every), acc)
+                    acc = tl.dot(tl.trans(patches), tl.trans(every), acc, input_precision="tf32")
                 else:
                     filters = _filters(
                         weight,
@@ -157,7 +157,7 @@ if triton is not None:
                         ROWS,
                         BLOCK_K,
                     )
-                    acc = tl.dot(tl.trans(patches), tl.trans(filters), acc)
+                    acc = tl.dot(tl.trans(patches), tl.trans(filters), acc, input_precision="tf32")
             place = (pixel * OUT)[:, None] + out_channel[None, :]
             mask = live[:, None] & (out_channel < OUT)[None, :]
             tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)
@@ -200,7 +200,7 @@ if triton is not None:
             place = (pixel * OUT)[:, None] + out_channel[None, :]
             gradient = tl.load(dy + place, mask=live[:, None] & real[None, :], other=0.0)
             patches = _patches(x, pixel, live, first_row, C, H, W, OUT_H, OUT_W, KERNEL, STRIDE, PADDING, ROWS, BLOCK_K)
-            acc = tl.dot(patches, gradient, acc)
+            acc = tl.dot(patches, gradient, acc, input_precision="tf32")
         columns: tl.constexpr = KERNEL * KERNEL * C
         column = tl.arange(0, BLOCK_K)
         whole = first_row * (KERNEL * C) + column
@@ -255,9 +255,9 @@ def stem_conv2d(x: Tensor, weight: Tensor, stride: int, padding: int, *, backend
         weight: ``[O, C, k, k]`` in the dtype of ``x``, k odd and at most 7; any strides.
         stride: step between output pixels, at least 1.
         padding: zeros on each side, at least 0.
-        backend: ``"triton"`` or ``"torch"`` (the reference). fp32 and fp64, whose products must not be rounded,
-            and cards older than sm_80, for which Triton computes products without matrix units, always take
-            the reference.
+        backend: ``"triton"`` or ``"torch"`` (the reference). fp64, and fp32 unless
+            ``torch.backends.cudnn.allow_tf32`` lets products round their operands, always take the reference;
+            so do cards older than sm_80, for which Triton computes products without matrix units.
 
     Returns:
         channels_last ``[N, O, (H + 2 padding - k) // stride + 1, (W + 2 padding - k) // stride + 1]`` in x's dtype.
@@ -323,6 +323,7 @@ def _forward(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
             BLOCK_O=block_o,
             WIDE=max(x.numel(), out.numel()) > INT32_ELEMENTS,
             num_warps=max(1, BLOCK_PIXELS // 32),
+            num_stages=STAGES[x.element_size()],
         )
     return out
 
@@ -352,7 +353,7 @@ def _dweight(x: Tensor, dy: Tensor, weight: Tensor, stride: int, padding: int) -
             BLOCK_O=block_o,
             WIDE=max(x.numel(), dy.numel()) > INT32_ELEMENTS,
             num_warps=max(1, BLOCK_PIXELS // 32),
-            num_stages=DWEIGHT_STAGES,
+            num_stages=STAGES[dy.element_size()],
         )
         _dweight_sum_kernel[(triton.cdiv(weight.numel(), SUM_ELEMENTS),)](
             partial,
@@ -383,9 +384,9 @@ def _shares(tiles: int, groups: int, block_k: int) -> int:
 
 
 def has_matrix_units(x: Tensor) -> bool:
-    """Whether the kernels take this tensor: 16-bit, on a card for which Triton uses matrix units."""
-    half = x.dtype in (torch.float16, torch.bfloat16)
-    return half and not (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0))
+    """Whether the kernels take this tensor: 16-bit or TF32, on a card for which Triton uses matrix units."""
+    rounded = torch.backends.cudnn.allow_tf32 if x.dtype == torch.float32 else x.dtype != torch.float64
+    return rounded and not (x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0))
 
 
 def _check(x: Tensor, weight: Tensor, stride: int, padding: int) -> None:

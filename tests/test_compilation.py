@@ -61,6 +61,7 @@ def card(request, monkeypatch):
     compile_only = lambda self, *arguments, grid, warmup, **more: run(self, *arguments, grid=grid, warmup=True, **more)  # noqa: E731
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(backend, "INTERPRETED", True)  # kernels are given tensors of this machine
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # the stem in TF32 too
     driver.set_active(Card(request.param))
     yield HALF[request.param]
     driver.set_active(None)
@@ -96,8 +97,9 @@ def convolutions(half: torch.dtype) -> None:
             differentiated(
                 depthwise_conv2d(images(4, 32, 8, 8, dtype=dtype), weight, stride, kernel // 2, backend="triton")
             )
-    weight = images(64, 3, 7, 7, dtype=half)
-    differentiated(stem_conv2d(images(4, 3, 32, 32, dtype=half).detach(), weight, 2, 3, backend="triton"))
+    for dtype in (half, torch.float32):
+        weight = images(64, 3, 7, 7, dtype=dtype)
+        differentiated(stem_conv2d(images(4, 3, 32, 32, dtype=dtype).detach(), weight, 2, 3, backend="triton"))
 
 
 def pooling(half: torch.dtype) -> None:

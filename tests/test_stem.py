@@ -86,6 +86,25 @@ def test_output_and_gradient_are_as_close_to_the_truth_as_torch_is(place, case, 
 
 
 @on_every_backend
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_where_tf32_is_allowed_operands_keep_ten_bits(place, case, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    kernels = []
+    monkeypatch.setattr(stem, "_forward", lambda *given, own=stem._forward: kernels.append("forward") or own(*given))
+    monkeypatch.setattr(stem, "_dweight", lambda *given, own=stem._dweight: kernels.append("dweight") or own(*given))
+    out, dweight = results(case, place, torch.float32)
+    assert kernels == (["forward", "dweight"] if place[0] == "triton" else [])
+    x, weight = (tensor.detach().double() for tensor in operands(case, torch.float32))
+    dy = upstream(out).cpu().double()
+    truth = torch_results(case, torch.float32, as_double=True)
+    # Two operands, each cut off after its tenth bit.
+    most = conv2d(x.abs(), weight.abs(), None, *case[6:]) * 2**-9
+    most_dweight = torch.nn.grad.conv2d_weight(x.abs(), weight.shape, dy.abs(), *case[6:]) * 2**-9
+    for got, exact, bound in zip((out, dweight), truth, (most, most_dweight), strict=True):
+        assert got.dtype == torch.float32 and ((got.cpu().double() - exact).abs() <= bound + 1e-6).all()
+
+
+@on_every_backend
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_sums_are_kept_in_fp32(place, dtype):
     """Each rounding to half precision of a sum of many ones would lose the next ones."""

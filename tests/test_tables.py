@@ -302,6 +302,13 @@ def test_curvature_that_is_not_the_hessians_is_named(make, whole):
     assert not any("curvature of" in text for text in make(Results(tuple(others))).footers)
 
 
+def test_fp32_layers_that_multiply_in_tf32_are_named():
+    rounding = {"method": {"tf32": True}}
+    rows = run(), run(method="triaccel_plus", tree=rounding), run(method="tf32", tree=rounding)
+    said = [text for text in table1(Results(rows)).footers if "TF32" in text]
+    assert said == ["Tri-Accel Plus: layers in FP32 multiply in TF32 where the device has it (method.tf32=true)."]
+
+
 def test_the_batch_is_b_itself_where_it_did_not_move():
     fixed = epoch(batch_mean=95.8)
     moved = [epoch(batch_mean=80.0, batch_min=64, batch_max=96), fixed]

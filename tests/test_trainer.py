@@ -278,3 +278,16 @@ def test_a_leftover_that_joins_its_batch_is_no_reading_of_b_and_counts_in_the_ep
     # A window with no other step in it has none.
     assert len(set(readings) - {None}) == 1 and readings[0] is not None
     assert all(epoch.memory_peak_bytes > readings[0] for epoch in run.epochs)
+
+
+def test_the_budget_is_fp32s_own_where_a_method_rounds_products_of_fp32_layers(monkeypatch):
+    allowed = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda *given: allowed.append(torch.backends.cudnn.allow_tf32) or step(*given))
+    more = "memory.budget=fp32", "memory.calibration_steps=3", "method.tf32=true"
+    with precision.tf32_allowed(False):  # what a run allows is its process's
+        made, _ = trainer(settings("method=triaccel_batch", *more))
+        assert allowed[:3] == [False] * 3 and all(allowed[3:]) and len(allowed) > 3
+        del allowed[:]
+        made.train()
+    assert allowed and all(allowed)

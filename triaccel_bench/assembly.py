@@ -115,6 +115,11 @@ class Assembly:
 
         It runs eagerly: the memory it needs is the same, and a capture would outlast its few steps.
         """
+        # MemMax is FP32's own, whatever the run's method rounds.
+        with precision.tf32_allowed(settings.method.tf32):
+            return self._tried(plans, steps, settings)
+
+    def _tried(self, plans: list[tuple[str, ...]], steps: int, settings: Settings) -> int | None:
         network, method, engine = self.build(settings, "a copy of a few steps")
         meter = self.meter_of(settings, engine)
         self._data.begin_epoch(self._seed, 0)

@@ -122,6 +122,15 @@ def estimators(found: list[Cell], name: Names) -> list[str]:
     ]
 
 
+def rounded_products(found: list[Cell], name: Names) -> list[str]:
+    """Rows, beside the baseline TF32 itself, whose FP32 layers are not FP32 in all."""
+    rounded = [cell for cell in found if cell.settings["method"].get("tf32") and cell.method != "tf32"]
+    if not rounded:
+        return []
+    names = ", ".join(map(name, rounded))
+    return [f"{names}: layers in FP32 multiply in TF32 where the device has it (method.tf32=true)."]
+
+
 def _estimator(cell: Cell) -> str:
     return cell.settings["method"]["curvature"]["estimator"]
 

@@ -136,18 +136,27 @@ def strict_fp32(network: Network, differentiated_once: bool = False) -> Iterator
     Kernels that can be differentiated only once serve if nobody will do it twice.
     """
     plan = current(network)
-    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     told = [part for part in network.module.modules() if hasattr(type(part), "differentiated_once")]
     try:
         apply(network, ["fp32"] * len(plan))
-        allow_tf32(False)
         for part in told:
             part.differentiated_once = differentiated_once
-        yield
+        with tf32_allowed(False):
+            yield
     finally:
         for part in told:
             part.__dict__.pop("differentiated_once", None)
         apply(network, plan)
+
+
+@contextmanager
+def tf32_allowed(allowed: bool) -> Iterator[None]:
+    """``allow_tf32`` for a while; what was allowed before comes back."""
+    flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    try:
+        allow_tf32(allowed)
+        yield
+    finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = flags
 
 

@@ -285,9 +285,9 @@ class Settings(_Section):
 
     @property
     def without_savings(self) -> Settings:
-        """The same without what makes a step need less memory."""
+        """The same without what makes a step need less memory or rounds an FP32 product: what MemMax is taken by."""
         update = self.method.update.model_copy(update={"in_backward": False, "momentum_dtype": "fp32"})
-        method = self.method.model_copy(update={"update": update})
+        method = self.method.model_copy(update={"update": update, "tf32": False})
         model = self.model.model_copy(update={"checkpointing": False})
         return self.model_copy(update={"method": method, "model": model})
 

@@ -191,6 +191,7 @@ def _table(
         *footers.left_out(found, sheet.name),
         *footers.executions(found, sheet.name),
         *footers.estimators(found, sheet.name),
+        *footers.rounded_products(found, sheet.name),
         *footers.idle_controllers(found, sheet.name),
         *footers.schedules(found, sheet.name),
         *further(found, sheet.name),

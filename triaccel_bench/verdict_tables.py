@@ -34,7 +34,11 @@ def measured(evidence: Evidence) -> Table:
             _mean(cell, "memory_peak_bytes", 4, BYTES_PER_GB), _mean(cell, "score", 2), _mean(cell, "batch_mean", 0),
         )  # fmt: skip
         rows.append((*_names(cell), *figures, cell.seeds_told, str(cell.runs[0].epochs_planned)))
-    notes = [*footers.executions(evidence.cells, name), *footers.estimators(evidence.cells, name)]
+    notes = [
+        *footers.executions(evidence.cells, name),
+        *footers.estimators(evidence.cells, name),
+        *footers.rounded_products(evidence.cells, name),
+    ]
     caption = (
         "Time: training seconds an epoch over the last epochs. VRAM: peak of the whole run, without the data set. "
         "Batch: that an average sample was trained in."
