@@ -180,7 +180,7 @@ def test_a_change_of_plan_is_not_taken_for_what_a_rung_added():
         decision, state = decide(
             signals(variance=(variance,), memory_bytes=used, budget_bytes=1000), state, settings, native
         )
-    assert decision.batch == 96 and state.seen.factors == {128: pytest.approx(1.0)}
+    assert decision.batch == 96 and state.seen.factors == {(96, 128): pytest.approx(1.0)}
 
 
 def test_the_quota_is_on_what_is_executed():

@@ -66,7 +66,7 @@ def test_a_rung_known_to_be_too_large_waits_until_usage_has_fallen():
 def test_what_a_rung_adds_is_learned_on_the_way_up_too():
     size, _, seen = memory(600, batch=96)
     size, _, seen = memory(950, batch=size, seen=seen)
-    assert size == 96 and seen.factors[128] == pytest.approx(950 / 600)
+    assert size == 96 and seen.factors[96, 128] == pytest.approx(950 / 600)
 
 
 @pytest.mark.parametrize("growth", ["paper", "model"])
@@ -103,8 +103,17 @@ def test_the_second_rung_is_as_far_as_usage_in_proportion_to_batch_allows():
     size, reason, _ = memory(600, batch=96, growth="model")
     assert size == 128 and "proportion" not in reason
     # A rung seen above the band is no way up, however little another plan uses below it.
-    over = Seen(factors={128: 3.1})
+    over = Seen(factors={(96, 128): 3.1})
     assert memory(300, batch=96, seen=over, growth="model")[0] == 96
+
+
+def test_what_a_long_move_added_is_not_held_against_the_next_rung():
+    size, _, seen = memory(300, batch=96, growth="model")
+    assert size == 288
+    size, _, seen = memory(905, batch=288, seen=seen, growth="model")
+    assert size == 256  # and the plan changes to one that needs half of it
+    size, reason, seen = memory(460, batch=256, seen=seen.under_a_new_plan(), growth="model")
+    assert size == 480 and "even in proportion" in reason
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -41,16 +41,16 @@ class Seen:
 
     last: tuple[int, float] | None = None
     """Batch and share of MemMax at the last reading."""
-    factors: Mapping[int, float] = field(default_factory=dict)
-    """For a rung, by what factor usage exceeded that of the rung beside it when B last moved between them."""
+    factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    """For a rung and a larger one, by what factor usage grew from one to the other when B last moved between them."""
     peaks: Mapping[int, int] = field(default_factory=dict)
     """For a rung, its newest peak in bytes under the executed plan in force."""
 
     def with_reading(self, reading: Reading) -> Seen:
         factors, here = dict(self.factors), (reading.batch, reading.share)
         if self.last is not None and self.last[0] != reading.batch and self.last[1] > 0:
-            (_, less), (rung, more) = sorted([self.last, here])
-            factors[rung] = more / less
+            (smaller, less), (larger, more) = sorted([self.last, here])
+            factors[smaller, larger] = more / less
         return Seen(here, factors, {**self.peaks, reading.batch: reading.used})
 
     def under_a_new_plan(self) -> Seen:
@@ -126,7 +126,7 @@ def _one_rung_up(reading: Reading, seen: Seen, rules: BatchSettings, below: str)
     """
     batch = reading.batch
     larger = min(rules.max, batch + rules.up)
-    predicted = reading.share * seen.factors.get(larger, 1.0)
+    predicted = reading.share * seen.factors.get((batch, larger), 1.0)
     # One that did end there needs more than what readings scatter by.
     overshot = seen.peaks.get(larger, 0) > rules.rho_high * reading.budget
     if predicted > rules.rho_high * (RETRIED_BELOW if overshot else 1.0):
