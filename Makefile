@@ -20,8 +20,9 @@ $(INSTALLED): pyproject.toml
 demo: $(INSTALLED) ## FP32, AMP and Tri-Accel on real digits, three seeds, no GPU, no download; then the table
 	$(BIN)/triaccel-bench +experiment=demo
 
-test: $(INSTALLED) ## the whole test suite
-	$(BIN)/python -m pytest
+# Files side by side and not tests: what a file's fixtures train once serves all of its tests.
+test: $(INSTALLED) ## the whole test suite, on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 tables: $(INSTALLED) ## Tables 1 and 2 from results/runs, written to results/tables
 	$(BIN)/triaccel-tables
