@@ -135,6 +135,10 @@ def test_lines_in_a_pipe_are_whole(run, monkeypatch):
     (["method=fp23"], ["fp23", "fp32"]),
     (["model=vgg"], ["vgg", "resnet18"]),
     (["dataset=imagenet"], ["imagenet", "cifar10"]),
+    (["pair=resnet18-triacel_plus"], ["pair=resnet18-triacel_plus: expected one of", ", none, resnet18-triaccel_plus; choose one"]),
+    (["tuned=mine"], ["tuned=mine: expected one of", "none"]),
+    (["model=resnet8", "method=amp", "pair=resnet8-amp"], ["pair=resnet8-amp: expected one of"]),
+    (["-m", "pair=none,nothing"], ["pair=nothing: expected one of"]),
     (["epochs=ten"], ["epochs=ten", "whole number"]),
     (["epochs"], ["epochs: expected key=value"]),
     (["=1"], ["key=value"]),
@@ -162,6 +166,18 @@ def test_mistakes_end_in_one_sentence_and_exit_code_two(here, run, arguments, wo
     for word in words:
         assert word in said
     assert not records(here)
+
+
+@pytest.mark.parametrize("place", ["hydra.searchpath=[mine]", "--config-dir=mine"])
+@pytest.mark.parametrize("group, others", [("pair", "resnet18-triaccel_plus, small"), ("tuned", "none, small")])
+def test_files_of_ones_own_can_be_named_and_are_told_among_the_others(here, capfd, place, group, others):
+    path = here / "mine" / group / "small.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text("# @package _global_\nmodel:\n  checkpointing: 1\n")
+    jobs = cli.jobs_of(["-m", f"{group}=none,small", "pair=none" if group == "tuned" else "tuned=none", place])
+    assert [job.model.checkpointing for job in jobs] == [False, 1]
+    assert cli.run([f"{group}=smal", place]) == 2
+    assert f"{others}; choose one of them" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["file", "file/below", "n" * 300, "/proc/none", "~nobody-of-that-name/x"])

@@ -13,6 +13,7 @@ from test_resumption import BASE, RUNS, broken_run, differences, ended, noisy
 from test_resumption import nothing_by_the_clock as nothing_by_the_clock
 from tiny import images, settings, trainer
 
+from triaccel_bench import checkpointing
 from triaccel_bench.identity import identifying_settings, identity
 from triaccel_bench.loop import TriAccel
 from triaccel_bench.recording import Change, read_recording
@@ -206,6 +207,45 @@ def test_another_model_and_another_amount_of_data_are_refused(adaptive):
     chosen = following(adaptive[0], "model=resnet18_cifar", "model.input_size=32")
     with pytest.raises(SettingsError, match="expected a run of this model, got one of another"):
         trainer(chosen, images(train=100))
+
+
+def with_checkpointing(folder: Path, to: Path, value) -> Path:
+    return changed(folder, to, lambda run, trace: run.settings["model"].update(checkpointing=value))
+
+
+def test_as_much_is_run_again_as_in_the_recorded_run(tmp_path):
+    asked = [*BASE, *RUNS["triaccel"], "model.checkpointing=2"]
+    original, _ = train(settings(*asked), tmp_path / "run")
+    made, followed = train(following(tmp_path / "run"), tmp_path / "followed")
+    assert followed.settings["model"]["checkpointing"] == 2
+
+    def run_again(network) -> list[bool]:
+        parts = network.module.modules()
+        return [part.checkpointing for part in parts if isinstance(part, checkpointing.Checkpointed)]
+
+    assert run_again(made.network) == run_again(original.network) and run_again(made.network).count(True) == 2
+    assert same(original, made)
+
+
+@pytest.mark.parametrize("recorded, given, refused", [
+    (2, "false", False), (2, "0", False), (2, "2", False), (True, "true", False), (False, "0", False),
+    (2, "true", True), (2, "null", True), (True, "1", True), (1, "true", True), (False, "1", True),
+])  # fmt: skip
+def test_what_is_run_again_is_the_recorded_runs_or_refused(adaptive, tmp_path, recorded, given, refused):
+    folder, told = with_checkpointing(adaptive[0], tmp_path / "run", recorded), json.dumps(recorded)
+    if not refused:
+        assert following(folder, f"model.checkpointing={given}").model.checkpointing is recorded
+        return
+    with pytest.raises(SettingsError) as caught:
+        following(folder, f"model.checkpointing={given}")
+    assert str(caught.value) == (
+        f"model.checkpointing={given}: expected {told} as in the run of replay.run={folder}, got {given}; leave it out"
+    )
+
+
+def test_a_record_without_that_setting_ran_nothing_again(adaptive, tmp_path):
+    folder = changed(adaptive[0], tmp_path / "run", lambda run, trace: run.settings["model"].pop("checkpointing"))
+    assert following(folder).model.checkpointing is False
 
 
 def test_a_recording_that_changes_meanwhile_is_refused(adaptive, tmp_path):

@@ -279,6 +279,18 @@ def test_weights_are_announced_or_tried(here, monkeypatch):
     assert "w.pt: expected the tensors of ResNet8" in look([settings], thorough=True).obstacles()[0]
 
 
+def test_weights_are_read_once_however_much_methods_run_again(here, monkeypatch):
+    torch.save({"fc.bias": torch.zeros(3)}, "w.pt")
+    read, load = [], torch.load
+    monkeypatch.setattr(torch, "load", lambda *given, **named: read.append(given) or load(*given, **named))
+    # In a sweep of a ResNet-18 the files of conf/pair make this difference.
+    cells = [tiny.settings("model.weights=w.pt", f"model.checkpointing={again}") for again in ("false", "2")]
+    report = look([*cells, tiny.settings()], thorough=True)
+    (check,) = [check for check in report.checks if check.name == "weights"]
+    assert check.cells == (0, 1) and len(read) == 1
+    assert [*report.obstacles()] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("overrides", "verdict", "words"),
     [

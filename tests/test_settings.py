@@ -36,6 +36,19 @@ def test_every_group_composes(group, names):
         assert group == "+experiment" or getattr(settings, group).name == name
 
 
+@pytest.mark.parametrize(
+    "own, checkpointing", [("", 2), ("model:\n  checkpointing: 1\n", 1), ("model:\n  checkpointing: false\n", False)]
+)
+def test_a_method_of_an_experiment_gets_its_pair_and_the_experiment_goes_first(tmp_path, own, checkpointing):
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text(f"# @package _global_\ndefaults:\n  - override /method: triaccel_plus\n{own}")
+    settings = compose([f"hydra.searchpath=[{tmp_path}]", "+experiment=mine", "model=resnet18"])
+    assert (settings.method.name, settings.model.checkpointing) == ("triaccel_plus", checkpointing)
+    given = compose([f"hydra.searchpath=[{tmp_path}]", "+experiment=mine", "model=resnet18", "model.checkpointing=3"])
+    assert given.model.checkpointing == 3
+
+
 def test_defaults_are_the_papers_where_it_states_them():
     settings = compose()
     curvature = settings.method.curvature

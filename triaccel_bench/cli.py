@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 import hydra
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -37,6 +38,9 @@ from triaccel_bench.runner import preflight as check_cells
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.tables import table1
 from triaccel_bench.terminal import print_any_name, render_terminal, silence_output
+
+_OPTIONAL = ("pair", "tuned")
+"""Groups that ``conf/config.yaml`` takes a file of where there is one."""
 
 
 def main() -> NoReturn:
@@ -145,10 +149,11 @@ def _composed(arguments: list[str]) -> tuple[list[Settings], list[Asked], list[E
     def job(config: DictConfig) -> None:
         try:
             _require_a_sweep(HydraConfig.get())
+            _require_what_was_named(HydraConfig.get())
             # Composing comes first for the whole sweep: a typo in its last job costs no hour of its first.
             jobs.append(to_settings(config))
             asked.append(Asked(tuple(HydraConfig.get().overrides.task), options))
-        except (SettingsError, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, SettingsError) as error:
             # Raised here, Hydra would add a line of its own.
             mistakes.append(error)
 
@@ -164,6 +169,18 @@ def _require_a_sweep(config: DictConfig) -> None:
             f"hydra/launcher={config.runtime.choices['hydra/launcher']}: expected -m, without which Hydra runs one job "
             "here, whichever launcher is named; add -m"
         )
+
+
+def _require_what_was_named(config: DictConfig) -> None:
+    """An optional group's file need not be there, but for one that the command itself names."""
+    loader = GlobalHydra.instance().config_loader()
+    given = [*config.overrides.hydra, *config.overrides.task]
+    for override in OverridesParser.create().parse_overrides([*config.overrides.task]):
+        group, value = override.key_or_group, override.get_value_element_as_str()
+        if group in _OPTIONAL and not override.is_delete() and value not in loader.get_group_options(group):
+            # It may be in a folder of hydra.searchpath, where Hydra looks only as it composes. As an addition the file
+            # is not optional, and Hydra refuses it as one of any other group.
+            loader.load_configuration(config.job.config_name, [*given, f"+{group}@named={value}"], RunMode.RUN)
 
 
 def _output_stands(error: OSError) -> bool:

@@ -48,8 +48,8 @@ def look(cells: Sequence[Settings], thorough: bool) -> Report:
         checks += _on_card(found, members, shapes) if found.device.type == "cuda" else _on_cpu(found, members)
     for dataset in dict.fromkeys(settings.dataset for settings in cells):
         checks.append(_data(dataset, [i for i, s in numbered if s.dataset == dataset], thorough))
-    for model in dict.fromkeys(s.model for s in cells if s.model.weights != "none"):
-        checks.append(_weights(model, [(i, s) for i, s in numbered if s.model == model], thorough))
+    for model in dict.fromkeys(_as_weights_fit(s.model) for s in cells if s.model.weights != "none"):
+        checks.append(_weights(model, [(i, s) for i, s in numbered if _as_weights_fit(s.model) == model], thorough))
     checks += _curvature(numbered if thorough else [(i, s) for i, s in numbered if _may_be_slow(s)], shapes)
     checks += _tracker([i for i, s in numbered if s.tracker == "tensorboard"])
     for scratch in dict.fromkeys(s.results.scratch for s in cells if s.results.scratch is not None):
@@ -277,6 +277,11 @@ def _download(dataset: DatasetSettings, fault: str, cells: list[int]) -> Check:
         return failed("data", f"{finding}; free space there or name another disk by dataset.root", cells)
     finding = f"{start} will be fetched by the first run, from {(*dataset.mirrors, archive.url)[0]} into {root}"
     return Check("data", "warning", finding, "without a network put it there, or name a copy by dataset.path")
+
+
+def _as_weights_fit(model: ModelSettings) -> ModelSettings:
+    """Alike for models that take the same weights, however much of them methods run again."""
+    return model.model_copy(update={"checkpointing": False})
 
 
 def _weights(model: ModelSettings, members: Members, thorough: bool) -> Check:

@@ -36,6 +36,8 @@ class Recording:
     layers: tuple[str, ...]
     method: dict[str, Any]
     """The recorded run's section of settings."""
+    checkpointing: bool | int
+    """The recorded run's ``model.checkpointing``, which counts as its method's."""
     changes: tuple[Change, ...]
     """From the start on, which is the first."""
 
@@ -110,6 +112,7 @@ def read_recording(where: str) -> Recording:
         got = "a trace of an earlier version, which does not tell when decisions came into force"
         raise _refusal(where, "a trace with its start", got, "run that seed again")
     count, method = len(trace.layers), run.settings["method"]
+    checkpointing = run.settings["model"].get("checkpointing", False)
     change = Change(0, (method["dtype"],) * count, (False,) * count, (1.0,) * count, method["batch"]["initial"])
     changes = [change]
     for event in trace.events():
@@ -121,9 +124,8 @@ def read_recording(where: str) -> Recording:
         if replace(following, after=change.after) != change:
             changes.append(following)
             change = following
-    return Recording(
-        where, run.epochs_planned, trace.start.samples, tuple(trace.layers), method, _last_of_each_step(changes)
-    )
+    layers, changes = tuple(trace.layers), _last_of_each_step(changes)
+    return Recording(where, run.epochs_planned, trace.start.samples, layers, method, checkpointing, changes)
 
 
 def tells_its_start(trace: Trace) -> bool:
@@ -141,6 +143,8 @@ def _refusal(where: str, expected: str, got: str, remedy: str) -> SettingsError:
 
 def with_recorded_method(config: dict[str, Any]) -> dict[str, Any]:
     """A plain configuration whose method, where it is ``replay``, is filled in from the run that it follows.
+
+    So is how much of the network is run again, which no file pairs with ``replay``.
 
     What the configuration says of the method itself has to agree with the recorded run's.
 
@@ -177,7 +181,26 @@ def with_recorded_method(config: dict[str, Any]) -> dict[str, Any]:
             f"replay.schedule={replay['schedule']} and replay.run={where}: expected {schedule}, the schedule of that "
             "run; name the run that is meant, or leave replay.schedule out"
         )
-    return config | {"method": recording.open_loop(method["name"]), "replay": replay | {"schedule": schedule}}
+    model = _with_recorded_checkpointing(config.get("model"), recording)
+    method = recording.open_loop(method["name"])
+    return config | {"model": model, "method": method, "replay": replay | {"schedule": schedule}}
+
+
+def _with_recorded_checkpointing(model: Any, recording: Recording) -> Any:
+    if not isinstance(model, dict):
+        return model
+    given, recorded = model.get("checkpointing", False), recording.checkpointing
+    # False is also what nobody has asked for. True is all blocks and 1 the first one, which are equal in Python.
+    if given != 0 and (type(given) is not type(recorded) or given != recorded):
+        raise SettingsError(
+            f"model.checkpointing={_written(given)}: expected {_written(recorded)} as in the run of "
+            f"replay.run={recording.path}, got {_written(given)}; leave it out"
+        )
+    return model | {"checkpointing": recorded}
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _differences(given: dict[str, Any], recorded: dict[str, Any], prefix: str):

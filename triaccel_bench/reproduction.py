@@ -103,8 +103,7 @@ def _controls_of(model: str, cells: dict[str, Settings], device_name: str, given
         kept = _without(given, "epochs")
         made.append(control("equal_time", f"method={method}", f"epochs={epochs}", kept=kept))
     recorded = seed_folder(settings, identity(settings, device_name), settings.seeds[0])
-    again = f"model.checkpointing={str(settings.model.checkpointing).lower()}"
-    followed = f"replay.run={recorded}", f"optimizer.lr={optimizer.lr!r}", decay, again
+    followed = f"replay.run={recorded}", f"optimizer.lr={optimizer.lr!r}", decay
     # The method's settings are the recorded run's.
     made.append(control("replay", *followed, kept=[text for text in given if not text.startswith("method.")]))
     return made
