@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
 """Choose each method's best trial by validation accuracy, and write its values with their origin into conf/tuned.
 
+What is within one standard error of the most accurate trial is a tie, which goes to the plan with fewest FP32 layers.
+
 python scripts/choose_trials.py [RECORDS ...] [--out DIR] [--force]     folders searched for run.json (results/tuning)
 
 Without --out they go where triaccel-bench reads them: into the conf of the package that is installed.
@@ -111,9 +113,16 @@ def chosen(tuning: Tuning, best: Cell) -> str:
     dataset, first = best.settings["dataset"], best.runs[0]
     finished = sum(accuracy(trial) is not None for trial in tuning.trials)
     code = first.provenance.code_hash if first.provenance else None
+    first_of_all = tuning.trials[0]
+    why = f"the best of {len(tuning.trials)} ({finished} finished)"
+    if best is not first_of_all:
+        why = (
+            f"of {len(tuning.trials)} ({finished} finished) within one standard error of the most accurate, "
+            f"{_trial_name(first_of_all)} with {accuracy(first_of_all):.2f} %, the one with fewest FP32 layers"
+        )
     origin = (
-        f"Trial {_trial_name(best)}, the best of {len(tuning.trials)} ({finished} finished): {accuracy(best):.2f} % of "
-        f"the validation images",
+        f"Trial {_trial_name(best)}, {why}:",
+        f"{accuracy(best):.2f} % of the validation images",
         f"(validation_fraction {dataset['validation_fraction']}), epochs {first.epochs_planned}, seeds "
         f"{', '.join(str(run.seed) for run in best.runs)}, on {best.device_name}, sources {code}.",
         "Written by scripts/choose_trials.py.",

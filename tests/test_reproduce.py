@@ -41,7 +41,9 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def record(settings: Settings, seed: int, batch: int = 96, seconds: float = 2.0, accuracy: float = 70.0) -> None:
+def record(
+    settings: Settings, seed: int, batch: int = 96, seconds: float = 2.0, accuracy: float = 70.0, fp32: int = 0
+) -> None:
     """A finished run on ``CARD`` where a sweep there would look for it."""
     cell = identity(settings, CARD)
     run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
@@ -49,10 +51,11 @@ def record(settings: Settings, seed: int, batch: int = 96, seconds: float = 2.0,
     run.epochs = [
         epoch(
             n, batch_min=batch, batch_max=batch, batch_mean=float(batch), train_seconds=seconds, evaluation_seconds=0.5,
-            evaluation_accuracy_percent=accuracy,
+            evaluation_accuracy_percent=accuracy, layers_executed={"fp32": fp32, "bf16": 21 - fp32},
         )
         for n in range(1, settings.epochs + 1)
     ]  # fmt: skip
+    run.evaluation_samples = 5000
     write_run(seed_folder(settings, cell, seed), run, trace())
 
 
@@ -112,11 +115,30 @@ def test_the_best_trial_is_chosen_and_its_origin_written(tmp_path, capsys):
     assert choose_trials.main(["results/tuning", "--out", str(out)]) == 0
     path = out / "cifar10-resnet18-triaccel.yaml"
     text = path.read_text()
-    assert "Trial t3, the best of 8 (8 finished): 65.30 %" in text and CARD in text
+    assert "Trial t3, the best of 8 (8 finished):\n# 65.30 %" in text and CARD in text
     assert OmegaConf.load(path) == OmegaConf.load(ROOT / "conf" / "trial" / "t3.yaml")
     record(jobs[-1], 100, accuracy=99.0)
     assert choose_trials.main(["results/tuning", "--out", str(out)]) == 1 and path.read_text() == text
     assert choose_trials.main(["results/tuning", "--out", str(out), "--force"]) == 0 and "Trial t7" in path.read_text()
+
+
+def test_a_tie_within_one_standard_error_goes_to_the_plan_with_fewest_fp32_layers(tmp_path):
+    jobs = sweep("tuning", ["model=resnet18", "method=triaccel_plus"]).jobs()
+    out = tmp_path / "tuned"
+
+    def choice(found: dict[int, tuple[float, int]]) -> str:
+        for number, job in enumerate(jobs):
+            accuracy, fp32 = found.get(number, (60.0, 0))
+            record(job, 100, accuracy=accuracy, fp32=fp32)
+        assert choose_trials.main(["results/tuning", "--out", str(out), "--force"]) == 0
+        return (out / "cifar10-resnet18-triaccel_plus.yaml").read_text()
+
+    # sqrt(75 * 25 / 5000) = 0.61 points.
+    text = choice({2: (75.0, 9), 5: (74.5, 3), 6: (74.4, 1), 7: (74.3, 0)})
+    assert "Trial t6, of 8 (8 finished) within one standard error of the most accurate, t2 with 75.00 %" in text
+    assert "\n# 74.40 % of the validation images" in text
+    assert "Trial t5, of 8" in choice({2: (75.0, 9), 5: (74.5, 3), 6: (74.45, 3)})  # equals: the more accurate
+    assert "Trial t2, the best of 8" in choice({2: (75.0, 9), 5: (74.3, 3)})
 
 
 def test_tuned_values_are_those_of_one_network_and_data_set_and_of_no_loop_of_ones_own():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -32,8 +33,18 @@ class Tuning:
 
     @property
     def best(self) -> Cell | None:
-        first = self.trials[0]
-        return first if accuracy(first) is not None else None
+        """The choice: of the trials within one standard error of the most accurate, the one with fewest FP32 layers.
+
+        The error is binomial, sqrt(p (100 - p) / n) points of n validation images: what is within it is a tie, which
+        goes to the cheaper plan, as the one-standard-error rule has it (Breiman et al., 1984), and
+        among equals to the more accurate. Methods whose plan cannot move are equals.
+        """
+        most = accuracy(self.trials[0])
+        if most is None:
+            return None
+        least = most - _standard_error(self.trials[0], most)
+        near = [trial for trial in self.trials if (found := accuracy(trial)) is not None and found >= least]
+        return min(near, key=_fp32_layers)
 
 
 def is_trial(run: RunRecord) -> bool:
@@ -54,6 +65,16 @@ def accuracy(trial: Cell) -> float | None:
     """In percent, after the last epoch, of the validation images."""
     mean = trial.mean("accuracy_percent")
     return None if mean is None else mean.mean
+
+
+def _standard_error(trial: Cell, percent: float) -> float:
+    samples = sum(run.evaluation_samples or 0 for run in trial.runs)
+    return math.sqrt(percent * (100 - percent) / samples) if samples else 0.0
+
+
+def _fp32_layers(trial: Cell) -> int:
+    """At the end, over all seeds."""
+    return sum(summary.layers_executed.get("fp32", 0) for summary in trial.summaries)
 
 
 def values(trial: Cell) -> dict[str, str]:
