@@ -87,7 +87,9 @@ class Pipe(list):
 
 
 @pytest.mark.parametrize(
-    ("card", "warned"), [(T4, {"BF16"}), (P100, {"BF16", "FP16"}), (A100, set()), (H200, set())], ids=lambda c: str(c)
+    ("card", "warned"),
+    [(T4, {"BF16"}), (P100, {"BF16", "FP16"}), (A100, set()), (H200, set())],
+    ids=["t4", "p100", "a100", "h200"],
 )
 def test_what_a_card_cannot_do_is_a_warning(machine, card, warned):
     machine(card)
