@@ -38,12 +38,17 @@ class Acting(Reporter):
             os.kill(multiprocessing.active_children()[0].pid, self.number)
 
 
+def long_and_short(root, timeout: int) -> list:
+    """The first is at it still when ``Acting``, however busy the machine, has heard of its first epoch."""
+    shared = f"results.root={root}", "seeds=[0]", "method=fp32", f"runner.timeout={timeout}"
+    return [settings(*shared, f"epochs={epochs}") for epochs in (2000, 2)]
+
+
 @pytest.mark.parametrize(("number", "words"), [
     (signal.SIGSEGV, "Segmentation fault"), (signal.SIGABRT, "Aborted"), (signal.SIGKILL, None),
 ])  # fmt: skip
 def test_a_crash_leaves_its_stack_and_the_others_go_on(tmp_path, number, words):
-    chosen = settings(f"results.root={tmp_path}", "seeds=[0,1]", "epochs=20", "method=fp32", "runner.timeout=60")
-    first, second = runner.run_cells([chosen], Acting(number))
+    first, second = runner.run_cells(long_and_short(tmp_path, timeout=60), Acting(number))
     assert (first.status, second.status) == ("failed", "done")
     record = read_run(first.path)
     assert record.status == "failed" and record.reason == first.reason and number.name in first.reason
@@ -80,8 +85,7 @@ def test_a_hung_run_is_ended_tells_where_and_the_others_go_on(tmp_path):
 
 def test_a_hung_run_that_reacts_to_nothing_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(child, "SECONDS_TO_END", 1.0)
-    chosen = settings(f"results.root={tmp_path}", "seeds=[0,1]", "epochs=10", "method=fp32", "runner.timeout=3")
-    first, second = runner.run_cells([chosen], Acting(signal.SIGSTOP))
+    first, second = runner.run_cells(long_and_short(tmp_path, timeout=3), Acting(signal.SIGSTOP))
     assert (first.status, second.status) == ("failed", "done")
     assert "it did not even tell where" in first.reason and read_run(first.path).traceback == []
     assert not multiprocessing.active_children()
