@@ -1,6 +1,8 @@
 """The whole loop on a real card, and on the same card disguised as a T4 and a P100."""
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -389,3 +391,10 @@ def test_a_recorded_schedule_is_followed_on_a_card(tmp_path):
         assert theirs.layers_executed == ours.layers_executed and theirs.rate_scale_min == ours.rate_scale_min
         assert ours.train_loss == pytest.approx(theirs.train_loss, rel=0.05)
     assert followed.graphs and not follower.trace.probes
+
+
+def test_a_command_says_nothing_on_stderr_where_all_is_well(tmp_path):
+    overrides = [*SMALL, "+experiment=smoke", "method=amp", "model=resnet8", "seeds=[0]", f"results.root={tmp_path}"]
+    command = [sys.executable, "-c", "from triaccel_bench.cli import main; main()", "progress=none", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -12,6 +12,7 @@ import platform
 import subprocess
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta, timezone
@@ -123,6 +124,8 @@ def run_seed(
     and the status ``interrupted``.
     """
     _hold_workspaces()
+    # Backward passes have a thread of their own, which takes up the card's context with its first product.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     device = _entered(lease, settings.device)
 
     def emit(kind: str, payload: dict) -> None:
