@@ -167,7 +167,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     table = Table("row", "value", "unit", "target", "ok")
     for row in found.values():
-        table.add_row(*(str(row[key]) for key in ("name", "value", "unit", "target", "ok")))
+        value = "failed" if row["value"] is None else f"{row['value']:.2f}"
+        table.add_row(row["name"], value, *(str(row[key]) for key in ("unit", "target", "ok")))
     Console(width=100).print(table)
     head = {
         "machine": platform.processor() or platform.machine(),

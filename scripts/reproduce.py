@@ -153,7 +153,7 @@ def _say_what_it_takes(
             commands += [*(each.command for each in made), *(f"# {sentence}" for sentence in lacking)]
             # Where no part before makes the records that are lacking, there will be no controls.
             promised = [settings for settings in table1 if lacking and settings.model.name in coming]
-            jobs = [] if promised else [job for each in made for job in each.jobs()]
+            jobs = [] if promised else [job for each in made for job in _jobs_or_none(each)]
             forecasts.append(forecaster.of_controls(promised) if promised else forecaster.forecast(part, jobs))
         else:
             jobs = sweep(part, given).jobs()
@@ -162,6 +162,15 @@ def _say_what_it_takes(
             commands.append(sweep(part, given).command)
     _print_forecasts(forecasts)
     return commands
+
+
+def _jobs_or_none(control: Sweep) -> list[Settings]:
+    """None of one that will be refused, as a replay of a run without a schedule: the others are run all the same."""
+    try:
+        return control.jobs()
+    except SettingsError as error:
+        print(f"cannot be run: {control.command}: {error}")
+        return []
 
 
 def _epoch_seconds(settings: Settings) -> float:

@@ -187,6 +187,7 @@ def test_a_run_without_a_schedule_for_this_one_is_refused(adaptive, tmp_path, sa
     (["method=triaccel", "replay.run=RUN"], "method.name=triaccel and replay.run=RUN: expected method=replay"),
     (["method=replay", "replay.run=RUN", "method.batch.up=16"], "method.batch.up=16: expected 8 as in the run of replay"),
     (["method=replay", "replay.run=RUN", "+method.dtype=fp16"], "method.dtype=fp16: expected bf16 as in the run of replay"),
+    (["method=replay", "replay.run=RUN", "optimizer.lr=0.07"], "optimizer.lr=0.07 and replay.run=RUN: expected that run's"),
     (["method=replay", "replay.run=RUN", "replay.schedule='000000000000'"], "replay.schedule=000000000000 and replay.run=RUN"),
     (["method=replay", "replay.run=RUN", "replay.shuffle=steps"], "replay.shuffle=steps: expected 'layers'"),
 ])  # fmt: skip

@@ -203,9 +203,12 @@ def test_the_command_tells_of_each_run_and_fails_on_a_mismatch(adaptive, tmp_pat
 
 
 def test_the_command_wants_runs_and_only_replay_takes_them(tmp_path, capsys):
-    for arguments in (["replay"], ["audit", str(tmp_path)]):
+    for arguments, said in (
+        (["replay"], "replay: expected folders of runs, or their run.json, got none"),
+        (["audit", str(tmp_path)], f"audit: expected no folders beside it, got {tmp_path}"),
+    ):
         with pytest.raises(SystemExit) as caught:
             tables_cli.main(arguments)
-        assert caught.value.code == 2 and "replay takes the folders of runs" in capsys.readouterr().err
+        assert caught.value.code == 2 and said in capsys.readouterr().err
     assert tables_cli.main(["replay", str(tmp_path)]) == 2
     assert "expected a folder with run.json in it" in capsys.readouterr().out

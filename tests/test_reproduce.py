@@ -17,7 +17,7 @@ from triaccel_bench import cli, reproduction, runner
 from triaccel_bench.configuration import CONFIG_PACKAGE, compose
 from triaccel_bench.identity import RESULTS_VERSION, flat, identifying_settings, identity
 from triaccel_bench.records import planned_run, write_run
-from triaccel_bench.reproduction import PARTS, Forecaster, controls, sweep
+from triaccel_bench.reproduction import PARTS, Forecaster, Sweep, controls, sweep
 from triaccel_bench.runner import seed_folder
 from triaccel_bench.settings import Settings
 from triaccel_bench.tuning import KEYS
@@ -79,6 +79,11 @@ def test_parts_are_the_cells_that_were_promised():
     assert len(shared) == 5 and all(identity(job, CARD) == one[job.method.name] for job in shared)
 
 
+@pytest.mark.parametrize("part", sorted(path.stem for path in (ROOT / "conf" / "experiment" / "reproduce").iterdir()))
+def test_every_part_is_a_sweep_that_any_launcher_takes(part):
+    assert OmegaConf.load(ROOT / "conf" / "experiment" / "reproduce" / f"{part}.yaml").hydra.mode == "MULTIRUN"
+
+
 def test_trials_are_as_many_for_every_method_on_held_out_images():
     trials = [f"t{n}" for n in range(draw_trials.TRIALS)]
     assert swept("tuning") == swept("table1") | {"+trial": trials}
@@ -120,6 +125,15 @@ def test_the_best_trial_is_chosen_and_its_origin_written(tmp_path, capsys):
     record(jobs[-1], 100, accuracy=99.0)
     assert choose_trials.main(["results/tuning", "--out", str(out)]) == 1 and path.read_text() == text
     assert choose_trials.main(["results/tuning", "--out", str(out), "--force"]) == 0 and "Trial t7" in path.read_text()
+
+
+def test_of_equally_accurate_trials_every_method_takes_the_same(tmp_path):
+    for method in ("fp32", "amp"):
+        for job in sweep("tuning", ["model=resnet18", f"method={method}"]).jobs():
+            record(job, 100, accuracy=46.53)
+    assert choose_trials.main(["results/tuning", "--out", str(tmp_path)]) == 0
+    chosen = [OmegaConf.load(tmp_path / f"cifar10-resnet18-{method}.yaml") for method in ("fp32", "amp")]
+    assert chosen[0] == chosen[1]
 
 
 def test_a_tie_within_one_standard_error_goes_to_the_plan_with_fewest_fp32_layers(tmp_path):
@@ -293,6 +307,15 @@ def test_a_refused_sweep_keeps_no_other_from_being_run_and_no_page_from_being_wr
     assert run("method=fp32", *limit, "--only", "table1,table2,seeds") == ended
     assert asked == ["table1", "table2", "seeds"][: len(codes)]
     assert Path("results/README.md").exists() == Path("results/tables/table1.md").exists() == page
+
+
+def test_a_control_that_will_be_refused_is_named_and_keeps_no_other_from_being_looked_at(capsys):
+    refused = Sweep("controls", ("+experiment=reproduce/replay", "model=resnet18", "replay.run=/nowhere"))
+    assert reproduce._jobs_or_none(refused) == []
+    assert re.search(
+        r"cannot be run: triaccel-bench .*/nowhere: .*expected the folder of a run", capsys.readouterr().out
+    )
+    assert len(reproduce._jobs_or_none(sweep("table1", ["model=resnet18", "method=amp"]))) == 1
 
 
 def test_a_refused_tuning_stays_refused_whatever_is_chosen(monkeypatch):

@@ -13,7 +13,7 @@ from triaccel_bench.compare import Difference, holm, paired
 from triaccel_bench.differences import ACCURACY, QUANTITIES
 from triaccel_bench.evidence import CLAIMED, EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
 from triaccel_bench.results import Results
-from triaccel_bench.verdict_page import page
+from triaccel_bench.verdict_page import page, says_nothing
 from triaccel_bench.verdict_tables import levelled_off
 from triaccel_bench.verdicts import Checked, every, some
 
@@ -315,6 +315,33 @@ def test_trials_are_told_apart_from_what_is_reported():
     (tuned,) = found.tunings
     assert tuned.best.cell == "b" and len(found.cells) == 2 * len(FIGURES)
     assert "optimizer.lr=0.2, optimizer.weight_decay=0.0005" in page(Results((*study(), *trials)))
+
+
+def test_trials_alone_are_a_page_of_trials():
+    tree = {"dataset": {"evaluate_on": "validation", "validation_fraction": 0.1}, "seeds": [0]}
+    trials = cell("resnet18", "amp", (70.0, 7.0, 0.12), tree, (0,), cell="a")
+    found = evidence(*trials)
+    assert found.device_name == trials[0].provenance.device_name and len(found.tunings) == 1
+    assert not says_nothing(Results(tuple(trials)))
+
+
+def test_records_of_no_cell_of_the_paper_are_named_and_replace_no_page(tmp_path, capsys):
+    ours, theirs = study(), cell("resnet18", "amp", tree={"model": {"input_size": 64}}, cell="large")
+    text = page(Results((*ours, *theirs)))
+    assert "Not on this page: records of cifar10/resnet18/amp: no cell of the paper" in text
+    assert "no cell of the paper" not in page(Results(tuple(ours)))
+    assert says_nothing(Results(tuple(theirs))) and not says_nothing(Results(tuple(ours)))
+    for folder, runs in (("theirs", theirs), ("ours", ours)):
+        for one in runs:
+            write(tmp_path / folder, one)
+    asked = ["verdicts", "--results", str(tmp_path / "ours"), "--out", str(tmp_path / "page")]
+    assert tables_cli.main(asked) == 0
+    written = (tmp_path / "page" / "README.md").read_bytes()
+    asked[2] = str(tmp_path / "theirs")
+    assert tables_cli.main(asked) == 0 and (tmp_path / "page" / "README.md").read_bytes() == written
+    assert "stays as it is, since none of these records" in capsys.readouterr().err
+    asked[4] = str(tmp_path / "other")
+    assert tables_cli.main(asked) == 0 and "no cell of the paper" in (tmp_path / "other" / "README.md").read_text()
 
 
 def test_records_of_another_device_are_named_and_left_out():

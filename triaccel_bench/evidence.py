@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from triaccel_bench import compare, paper
-from triaccel_bench.cells import Cell, as_in_the_paper, cells
+from triaccel_bench.cells import Cell, as_in_the_paper, cells, names
 from triaccel_bench.compare import Difference
 from triaccel_bench.differences import QUANTITIES, Quantity, least, values
 from triaccel_bench.labels import order
@@ -71,15 +71,19 @@ class Evidence:
 
     def __init__(self, results: Results, device: str = "") -> None:
         self.problems = results.problems
-        found = [cell for cell in cells(results.runs) if as_in_the_paper(cell)]
-        named = [cell for cell in found if device.lower() in (cell.device_name or "").lower()]
-        self.device_name = _most(named, lambda cell: cell.device_name)
+        everything = cells(results.runs)
+        tuned = [each for each in tunings(results.runs) if each.dataset in paper.DATASET_LABELS]
+        found = [cell for cell in everything if as_in_the_paper(cell)]
+        named = [cell for cell in found if _of(cell, device)]
+        trials = [trial for each in tuned for trial in each.trials if _of(trial, device)]
+        self.device_name = _most(named or trials, lambda cell: cell.device_name)
         self._found = [cell for cell in named if cell.device_name == self.device_name]
         self.other_devices = sorted({cell.device_name for cell in found if cell.device_name} - {self.device_name})
         self.unfinished = [cell for cell in self._found if cell.excluded]
-        self.tunings: list[Tuning] = [
-            each for each in tunings(results.runs) if each.trials[0].device_name in (self.device_name, None)
-        ]
+        self.tunings: list[Tuning] = [each for each in tuned if each.trials[0].device_name in (self.device_name, None)]
+        tried = {cell.cell for each in tuned for cell in each.trials}
+        self.strange = sorted({names(cell) for cell in everything if not (as_in_the_paper(cell) or cell.cell in tried)})
+        """Data set, network and method of records that are of no cell of the paper."""
         self._studies: dict[tuple[str, str], dict[str, Cell]] = {}
         for key in dict.fromkeys((cell.dataset, cell.model) for cell in self._found):
             self._studies[key] = _study([cell for cell in self._found if (cell.dataset, cell.model) == key])
@@ -217,6 +221,10 @@ def _weight(group: list[Cell]) -> tuple[bool, int, int, int, int]:
 
 def _ended(cell: Cell) -> str:
     return max((run.provenance.finished_at or "" for run in cell.runs if run.provenance), default="")
+
+
+def _of(cell: Cell, device: str) -> bool:
+    return device.lower() in (cell.device_name or "").lower()
 
 
 def _most(found: list[Cell], name) -> str | None:

@@ -36,6 +36,8 @@ class Recording:
     layers: tuple[str, ...]
     method: dict[str, Any]
     """The recorded run's section of settings."""
+    optimizer: dict[str, Any]
+    """The recorded run's section of settings; tuned values are of a method, and none of a replay."""
     checkpointing: bool | int
     """The recorded run's ``model.checkpointing``, which counts as its method's."""
     changes: tuple[Change, ...]
@@ -125,7 +127,8 @@ def read_recording(where: str) -> Recording:
             changes.append(following)
             change = following
     layers, changes = tuple(trace.layers), _last_of_each_step(changes)
-    return Recording(where, run.epochs_planned, trace.start.samples, layers, method, checkpointing, changes)
+    optimizer = run.settings["optimizer"]
+    return Recording(where, run.epochs_planned, trace.start.samples, layers, method, optimizer, checkpointing, changes)
 
 
 def tells_its_start(trace: Trace) -> bool:
@@ -174,6 +177,13 @@ def with_recorded_method(config: dict[str, Any]) -> dict[str, Any]:
         raise SettingsError(
             f"epochs={config.get('epochs')} and replay.run={where}: expected that run's {recording.epochs} epochs; "
             f"set epochs={recording.epochs}"
+        )
+    optimizer = config.get("optimizer")
+    for key, value, recorded in _differences(
+        optimizer if isinstance(optimizer, dict) else {}, recording.optimizer, "optimizer"
+    ):
+        raise SettingsError(
+            f"{key}={value} and replay.run={where}: expected that run's {recorded}; set {key}={recorded}"
         )
     schedule = recording.fingerprint()
     if replay.get("schedule") not in (None, schedule):

@@ -27,7 +27,7 @@ from triaccel_bench.stats import why_excluded
 from triaccel_bench.style import NoMatplotlib
 from triaccel_bench.tables import table1, table2
 from triaccel_bench.terminal import render_terminal, silence_output
-from triaccel_bench.verdict_page import TITLE, NoEvidence, page
+from triaccel_bench.verdict_page import TITLE, NoEvidence, page, says_nothing
 
 REFERENCE = Path("results/reference")
 
@@ -60,7 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if (options.command == "replay") != bool(options.runs):
-        parser.error("replay takes the folders of runs, or their run.json, and the other commands take none")
+        if options.command == "replay":
+            parser.error("replay: expected folders of runs, or their run.json, got none; name some, as results/runs")
+        got = " ".join(map(str, options.runs))
+        parser.error(f"{options.command}: expected no folders beside it, got {got}; name them by --results")
     for option, commands in _READ_BY.items():
         if getattr(options, option) is not None and options.command not in commands:
             parser.error(f"--{option}: expected with {' or '.join(commands)}, got {options.command}; leave it out")
@@ -180,6 +183,9 @@ def _write_verdicts(results: Results, options: argparse.Namespace) -> int:
     if other:
         print(f"{path}: expected a page of verdicts, got another text; name a folder by --out", file=sys.stderr)
         return REFUSED
+    if path.exists() and says_nothing(results, options.device or ""):
+        print(f"{path}: stays as it is, since none of these records is of a cell of the paper", file=sys.stderr)
+        return _code_of(results, "the page holds")
     written = _saved({path.name: text.encode()}, out)
     if written is None:
         return REFUSED

@@ -87,6 +87,7 @@ def _conditions(cell: Cell) -> tuple:
     return tuple(sorted((key, value) for key, value in cell.identifying.items() if key not in KEYS))
 
 
-def _rank(trial: Cell) -> tuple[float, str]:
+def _rank(trial: Cell) -> tuple[float | str, ...]:
     found = accuracy(trial)
-    return (float("inf") if found is None else -found), trial.cell
+    # Of equals the same trial for every method: a cell's name would be another draw for each.
+    return (float("inf") if found is None else -found), *values(trial).values()

@@ -26,6 +26,12 @@ TITLE = "# What of Tri-Accel's paper reproduces"
 """The first line."""
 
 
+def says_nothing(results: Results, device: str = "") -> bool:
+    """Whether no record is of a cell of the paper or of a trial for one, so that the page would be empty."""
+    evidence = Evidence(results, device)
+    return not evidence.cells and not evidence.tunings and not evidence.unfinished
+
+
 def page(results: Results, device: str = "") -> str:
     """The whole page as Markdown; ``device`` as ``Evidence`` takes it.
 
@@ -111,5 +117,8 @@ def _missing(evidence: Evidence) -> list[str]:
     for cell in evidence.unused:
         told.append(f"Not on this page: {tables.name(cell)}, cell {cell.cell}: not comparable with the rest.")
     told += [f"Not on this page: records of {device}." for device in evidence.other_devices]
+    if strange := ", ".join("/".join(each) for each in evidence.strange):
+        whole = "whose networks train from scratch on the whole of CIFAR-10 or CIFAR-100 at 32 x 32"
+        told.append(f"Not on this page: records of {strange}: no cell of the paper, {whole}.")
     told += [f"Not used: {problem}" for problem in evidence.problems]
     return told or ["Nothing."]
