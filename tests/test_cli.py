@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import settings
+from tiny import children, settings
 
 from triaccel_bench import cli, runner
 from triaccel_bench.child import Ended
@@ -234,8 +233,10 @@ def test_a_diverged_run_fails_the_command_and_is_named(tmp_path, run, progress):
 def test_a_run_whose_process_was_killed_fails_with_its_reason(tmp_path):
     class Killer(Reporter):
         def epoch(self, payload, epochs):
-            os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+            for process in children(but=others):
+                os.kill(process, signal.SIGKILL)
 
+    others = children()
     (outcome,) = runner.run_cells([settings(f"results.root={tmp_path}", "seeds=[0]", "epochs=1000000")], Killer())
     assert (outcome.status, "SIGKILL" in outcome.reason) == ("failed", True)
     (record,) = records(tmp_path)

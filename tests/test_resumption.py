@@ -1,7 +1,6 @@
 """A run that is killed anywhere and started again ends as one that never was: bit for bit on a CPU."""
 
 import math
-import multiprocessing
 import os
 import pickle
 import random
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_cli import endless_run, nothing_left_of
-from tiny import images, settings, trainer
+from tiny import children, images, settings, trainer
 
 from triaccel_bench import resumption, runner, worker
 from triaccel_bench.hessian import HessianEstimator
@@ -423,12 +422,13 @@ def test_a_thread_has_no_signals():
 
 @pytest.mark.parametrize("number", resumption.SIGNALS, ids=lambda number: number.name)
 def test_a_child_that_is_asked_to_stop_is_interrupted_and_gone_on_with(tmp_path, number):
-    said = []
+    said, others = [], children()
 
     class Asking(Reporter):
         def epoch(self, payload, epochs):
             if not any("resumed" in text for text in said):
-                os.kill(multiprocessing.active_children()[0].pid, number)
+                for process in children(but=others):
+                    os.kill(process, number)
 
         def line(self, text):
             said.append(text)
@@ -450,7 +450,7 @@ def test_a_child_that_is_asked_to_stop_is_interrupted_and_gone_on_with(tmp_path,
     assert any(text.startswith("resumed at epoch ") for text in said)
     later = torch.load(path, weights_only=True)
     assert later["state"]["step"] > content["state"]["step"], "it is written before the child ends"
-    assert not multiprocessing.active_children()
+    assert not children(but=others)
 
 
 def test_a_signal_to_all_and_another_one_leave_time_for_the_checkpoint(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+from collections.abc import Collection
+
 import torch
 
 from triaccel_bench import models, precision
@@ -31,6 +34,11 @@ class Listening(Reporter):
 
     def line(self, text: str) -> None:
         self.said.append(text)
+
+
+def children(but: Collection[int] = ()) -> set[int]:
+    """Process numbers of children, without those that were there before: joblib keeps its pool for the next sweep."""
+    return {process.pid for process in multiprocessing.active_children()} - set(but)
 
 
 def settings(*overrides: str) -> Settings:
