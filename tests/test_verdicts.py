@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from measured import GB, epoch, provenance, run, settings, write
 
-from triaccel_bench import paper, tables_cli, targets, verdicts
+from triaccel_bench import paper, tables_cli, targets, verdict_page, verdicts
 from triaccel_bench.compare import Difference, holm, paired
 from triaccel_bench.differences import ACCURACY, QUANTITIES
 from triaccel_bench.evidence import CLAIMED, EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
 from triaccel_bench.results import Results
-from triaccel_bench.verdict_page import page, says_nothing
 from triaccel_bench.verdict_tables import levelled_off
 from triaccel_bench.verdicts import Checked, every, some
 
@@ -52,6 +51,10 @@ def study(**changed) -> list:
     figures = FIGURES | changed
     models = paper.MODEL_LABELS
     return [one for model in models for m, f in figures.items() if f is not None for one in cell(model, m, f)]
+
+
+def page(results: Results, device: str = "") -> str:
+    return verdict_page.page(verdict_page.evidence_of(results, device))
 
 
 def evidence(*runs) -> Evidence:
@@ -322,7 +325,7 @@ def test_trials_alone_are_a_page_of_trials():
     trials = cell("resnet18", "amp", (70.0, 7.0, 0.12), tree, (0,), cell="a")
     found = evidence(*trials)
     assert found.device_name == trials[0].provenance.device_name and len(found.tunings) == 1
-    assert not says_nothing(Results(tuple(trials)))
+    assert not found.says_nothing
 
 
 def test_records_of_no_cell_of_the_paper_are_named_and_replace_no_page(tmp_path, capsys):
@@ -330,7 +333,7 @@ def test_records_of_no_cell_of_the_paper_are_named_and_replace_no_page(tmp_path,
     text = page(Results((*ours, *theirs)))
     assert "Not on this page: records of cifar10/resnet18/amp: no cell of the paper" in text
     assert "no cell of the paper" not in page(Results(tuple(ours)))
-    assert says_nothing(Results(tuple(theirs))) and not says_nothing(Results(tuple(ours)))
+    assert evidence(*theirs).says_nothing and not evidence(*ours).says_nothing
     for folder, runs in (("theirs", theirs), ("ours", ours)):
         for one in runs:
             write(tmp_path / folder, one)

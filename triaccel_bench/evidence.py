@@ -102,6 +102,11 @@ class Evidence:
     def cell(self, dataset: str, model: str, method: str) -> Cell | None:
         return self._studies.get((dataset, model), {}).get(method)
 
+    @property
+    def says_nothing(self) -> bool:
+        """Whether no record is of a cell of the paper or of a trial for one."""
+        return not self.cells and not self.tunings and not self.unfinished
+
     def has(self, dataset: str) -> bool:
         return any(key[0] == dataset for key in self._studies)
 

@@ -27,7 +27,7 @@ from triaccel_bench.stats import why_excluded
 from triaccel_bench.style import NoMatplotlib
 from triaccel_bench.tables import table1, table2
 from triaccel_bench.terminal import render_terminal, silence_output
-from triaccel_bench.verdict_page import TITLE, NoEvidence, page, says_nothing
+from triaccel_bench.verdict_page import TITLE, NoEvidence, evidence_of, page
 
 REFERENCE = Path("results/reference")
 
@@ -172,7 +172,7 @@ def _write_verdicts(results: Results, options: argparse.Namespace) -> int:
     out = options.out or _PAGE
     path = out / "README.md"
     try:
-        text = page(results, options.device or "")
+        evidence = evidence_of(results, options.device or "")
         other = path.exists() and not path.read_bytes().startswith(TITLE.encode())
     except NoEvidence as error:
         print(error, file=sys.stderr)
@@ -183,10 +183,10 @@ def _write_verdicts(results: Results, options: argparse.Namespace) -> int:
     if other:
         print(f"{path}: expected a page of verdicts, got another text; name a folder by --out", file=sys.stderr)
         return REFUSED
-    if path.exists() and says_nothing(results, options.device or ""):
+    if path.exists() and evidence.says_nothing:
         print(f"{path}: stays as it is, since none of these records is of a cell of the paper", file=sys.stderr)
         return _code_of(results, "the page holds")
-    written = _saved({path.name: text.encode()}, out)
+    written = _saved({path.name: page(evidence).encode()}, out)
     if written is None:
         return REFUSED
     print(written)

@@ -26,14 +26,8 @@ TITLE = "# What of Tri-Accel's paper reproduces"
 """The first line."""
 
 
-def says_nothing(results: Results, device: str = "") -> bool:
-    """Whether no record is of a cell of the paper or of a trial for one, so that the page would be empty."""
-    evidence = Evidence(results, device)
-    return not evidence.cells and not evidence.tunings and not evidence.unfinished
-
-
-def page(results: Results, device: str = "") -> str:
-    """The whole page as Markdown; ``device`` as ``Evidence`` takes it.
+def evidence_of(results: Results, device: str = "") -> Evidence:
+    """What a page rests on; ``device`` as ``Evidence`` takes it.
 
     Raises:
         NoEvidence: no record of a cell of the paper is of a device so named.
@@ -42,6 +36,11 @@ def page(results: Results, device: str = "") -> str:
     if device and evidence.device_name is None:
         known = " or ".join(evidence.other_devices) or "no device"
         raise NoEvidence(f"--device {device}: expected part of a device's name, got records of {known}; correct it")
+    return evidence
+
+
+def page(evidence: Evidence) -> str:
+    """The whole page as Markdown."""
     judged = verdicts.judged(evidence)
     blocks = [
         TITLE,
