@@ -29,6 +29,9 @@ if triton is not None:
 MOMENTUM_DTYPES = torch.float32, torch.bfloat16
 """What momentum may be kept in. FP16 has too small a range for it."""
 
+Window = tuple[slice, ...]
+"""An index of a parameter: the part of it that its copy holds."""
+
 
 @torch.no_grad()
 def sgd_reference(
@@ -210,7 +213,8 @@ class FusedSGD:
     momenta as they are, bit for bit.
 
     A parameter may have a copy of 16 bits, for a layer that computes in that dtype: the same
-    launch writes w, rounded to nearest even, into it. It is never read.
+    launch writes w, rounded to nearest even, into it. It is never read. A copy of a part of w, for a
+    layer that reads no more, is written after that launch; its gradient is zero elsewhere.
 
     Momenta may be kept in BF16 (``set_momentum_dtypes``). A step computes with them in FP32, w moves
     by the m that has not been rounded, and m is stored by stochastic rounding: up or down, such that
@@ -269,7 +273,7 @@ class FusedSGD:
         self.set_copies([None] * len(params) if copies is None else copies)
 
     @torch.no_grad()
-    def set_copies(self, copies: Sequence[Tensor | None]) -> None:
+    def set_copies(self, copies: Sequence[Tensor | None], windows: Sequence[Window | None] | None = None) -> None:
         """Replace the copies, outside of capture; the new ones are written at once, so that they are in step.
 
         A graph captured before goes on to write the copies that it was captured with: they have to
@@ -278,23 +282,31 @@ class FusedSGD:
         Args:
             copies: for each parameter FP16 or BF16 in its shape and layout, or ``None``. A leaf of autograd
                 is welcome; values restored into a parameter reach its copy with the next step, or by this.
+            windows: for each parameter the index of the part that its copy holds (in any layout), or ``None``:
+                the copy holds all of it.
 
         Raises:
             ValueError: there is not one for each parameter, or one is not as its parameter.
         """
-        if len(copies) != len(self._params):
+        self._windows = [None] * len(copies) if windows is None else list(windows)
+        if not len(copies) == len(self._windows) == len(self._params):
             raise ValueError(
-                f"copies: expected {len(self._params)}, got {len(copies)}; pass one or None for every parameter"
+                f"copies and windows: expected {len(self._params)}, got {len(copies)} and {len(self._windows)}; "
+                "pass one or None for every parameter"
             )
-        for index, (param, copy) in enumerate(zip(self._params, copies)):
-            if copy is not None and not _is_copy(param, copy):
+        parts = [param if window is None else param[window] for param, window in zip(self._params, self._windows)]
+        for index, (part, copy, window) in enumerate(zip(parts, copies, self._windows)):
+            if copy is not None and not _is_copy(part, copy, window is not None):
                 raise ValueError(
-                    f"copy {index}: expected torch.float16 or torch.bfloat16 of shape {tuple(param.shape)} with "
-                    f"strides {param.stride()} on {param.device}, got {copy.dtype} of shape {tuple(copy.shape)} with "
+                    f"copy {index}: expected torch.float16 or torch.bfloat16 of shape {tuple(part.shape)} with "
+                    f"strides {part.stride()} on {part.device}, got {copy.dtype} of shape {tuple(copy.shape)} with "
                     f"strides {copy.stride()} on {copy.device}; make it with param.to(dtype)"
                 )
-        self._copies = [None if copy is None else copy.detach() for copy in copies]
+        plain = [None if copy is None else copy.detach() for copy in copies]
+        self._copies = [copy if window is None else None for copy, window in zip(plain, self._windows)]
+        self._parts = [(part, copy) for part, copy, kept in zip(parts, plain, self._copies) if copy is not kept]
         _write_copies(self._params, self._copies)
+        self._write_parts()
         self._bind()
 
     @torch.no_grad()
@@ -335,11 +347,14 @@ class FusedSGD:
 
         Args:
             grads: FP32, FP16 or BF16 (which may differ between them and from step to step, and from the
-                copies), in the order of the parameters, with any strides.
+                copies), in the order of the parameters, with any strides; where a copy holds a part of its
+                parameter, of all of it or of that part.
 
         Raises:
             ValueError: a gradient is missing, differs from its parameter in shape or has another dtype.
         """
+        if len(grads) == len(self._windows):
+            grads = [_whole(param, grad, window) for param, grad, window in zip(self._params, grads, self._windows)]
         self._segments.check(grads)
         laid_out = [_laid_out_as(param, grad, index) for index, (param, grad) in enumerate(zip(self._params, grads))]
         # The reference computes in FP32 throughout: converted here, both passes read the same copy.
@@ -401,6 +416,7 @@ class FusedSGD:
                 self._copies,
                 draw,
             )
+            self._write_parts()
             return
         cut = self._segments
         with torch.cuda.device_of(lr):
@@ -429,6 +445,12 @@ class FusedSGD:
                 # Two programs of 512 threads a multiprocessor; left alone, the compiler takes more for BF16 momenta.
                 maxnreg=64 if narrow else None,
             )
+        self._write_parts()
+
+    @torch.no_grad()
+    def _write_parts(self) -> None:
+        # Of a skipped step too: from parameters that have not changed.
+        convert([part for part, _ in self._parts], [copy for _, copy in self._parts])
 
     def _check_draw(self, draw: Tensor | None) -> None:
         device = self._segments.device
@@ -445,14 +467,23 @@ class FusedSGD:
             self._table.flush()
 
 
-def _is_copy(param: Tensor, copy: Tensor) -> bool:
+def _is_copy(part: Tensor, copy: Tensor, any_layout: bool) -> bool:
     return (
-        copy.dtype != param.dtype
+        copy.dtype != part.dtype
         and copy.dtype in CODES
-        and copy.device == param.device
-        and copy.shape == param.shape
-        and _lies_as(param, copy)
+        and copy.device == part.device
+        and copy.shape == part.shape
+        and (any_layout or _lies_as(part, copy))
     )
+
+
+def _whole(param: Tensor, grad: Tensor, window: Window | None) -> Tensor:
+    """The gradient of all of ``param``, where ``grad`` is that of a part of it."""
+    if window is None or grad is None or grad.shape == param.shape or grad.shape != param[window].shape:
+        return grad
+    whole = torch.zeros_like(param, dtype=grad.dtype)
+    whole[window] = grad
+    return whole
 
 
 def _lies_as(param: Tensor, tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 from triaccel_bench import models, precision
+from triaccel_bench.assembly import image_sizes
 from triaccel_bench.buckets import BUCKETS, Buckets, deal
 from triaccel_bench.configuration import compose
 from triaccel_bench.convolution import WeightGradients, _Forked
@@ -478,6 +479,24 @@ def on_card(in_backward: bool, *overrides: str, levels=("bf16",), kernels: str =
     return Engine(network, chosen.method, chosen.optimizer, schedule, kernels, plan, eager=None, **more)
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_steps_with_copies_of_live_taps_alone_are_the_same_steps(in_backward, monkeypatch):
+    monkeypatch.setattr(precision, "keeps_torchs_sums", lambda tensor: False)
+    trained = []
+    for sizes in (None, image_sizes(settings("model=resnet8").model.model_copy(update={"input_size": 4}))):
+        update = f"method.update.in_backward={str(in_backward).lower()}"
+        made = engine(update, plan=["bf16"] * 10, image_sizes=sizes)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(3):
+            made.step(torch.randn(8, 3, 4, 4, generator=generator), torch.arange(8))
+        trained.append(made)
+    plain, parts = trained
+    assert any(window is not None for window in parts._copies.windows) and not any(plain._copies.windows)
+    for ours, theirs in zip(parts.state_dict()["model"].values(), plain.state_dict()["model"].values(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, parts.sgd.momenta, plain.sgd.momenta))
+
+
 def train_on_card(made: Engine, steps: int = 6, size: int = 16) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     outcomes = []
@@ -544,6 +563,32 @@ def test_gradients_that_die_early_are_not_in_the_peak(name, levels, library_dete
         gc.collect()
         torch.cuda.empty_cache()
     assert peaks[False] - peaks[True] > 0.5 * gradients
+
+
+@gpu
+@needs_card
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_copies_of_live_taps_alone_need_less_memory_and_train_alike(in_backward, kernels, library_deterministic):
+    sizes = image_sizes(compose(["model=resnet18"]).model)
+    trained, weights, held = [], [], []
+    for given in (None, sizes):
+        made = on_card(in_backward, kernels=kernels, image_sizes=given)
+        outcomes = train_on_card(made)
+        assert "replayed" in outcomes
+        trained.append(made.read())
+        weights.append([parameter.detach().clone() for parameter in made._parameters])
+        held.append(sum(copy.nbytes for copy in made._copies.of_parameters if copy is not None))
+        for parameter, copy, window in zip(made._parameters, made._copies.of_parameters, made._copies.windows):
+            if window is not None:
+                assert torch.equal(copy.detach(), parameter.detach()[window].to(copy.dtype))
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
+    assert held[0] - held[1] == 2 * (3 * 8 * 512 * 512 + 5 * 512 * 256)
+    assert trained[1].loss_sum == pytest.approx(trained[0].loss_sum, rel=1e-3)
+    for whole, part in zip(*weights, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-3, atol=1e-4)
 
 
 @gpu

@@ -407,6 +407,47 @@ def test_copies_follow_their_parameters_and_stay_through_a_bad_step(place):
     assert bits_equal([copy for copy in second if copy is not None], before)
 
 
+CENTRE = (slice(None), slice(None), slice(1, 2), slice(0, 2))
+
+
+@on_every_backend
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_copy_of_a_part_takes_that_parts_gradient_and_all_of_its_parameter_moves(place, dtype):
+    device = place[1]
+    shapes = [(5, 4, 3, 3), (7,)]
+    params = gradients(0, device, shapes)
+    params[0] = params[0].contiguous(memory_format=torch.channels_last)
+    twins = [param.clone() for param in params]
+    part = torch.full((5, 4, 1, 2), math.nan, dtype=dtype, device=device)
+    made, plain = new_sgd(place, params, [0, -1]), new_sgd(place, twins, [0, -1])
+    made.set_copies([part.requires_grad_(), None], [CENTRE, None])
+    assert bits_equal([part.detach()], [params[0][CENTRE].to(dtype)])
+    rest = [scalar(0.05, device), torch.full((1,), 0.5, device=device), scalar(1 / 64, device)]
+    good, bad = torch.zeros(1, device=device), torch.ones(1, device=device)
+    for step in range(3):
+        gradient = [torch.randn(5, 4, 1, 2, generator=torch.Generator().manual_seed(step)).to(device, dtype)]
+        gradient += gradients(step, device, shapes[1:])
+        whole = [torch.zeros_like(params[0], dtype=dtype), gradient[1].clone()]
+        whole[0][CENTRE] = gradient[0]
+        plain.step(whole, *rest, good)
+        made.step(gradient, *rest, good)
+        assert bits_equal([*params, *made.momenta], [*twins, *plain.momenta])
+        assert bits_equal([part.detach()], [params[0][CENTRE].to(dtype)])
+    before = [tensor.clone() for tensor in (*params, part.detach())]
+    made.step([torch.full_like(part.detach(), math.nan), torch.zeros_like(params[1])], *rest, bad)
+    assert bits_equal([*params, part.detach()], before)
+    # All of the gradient will do as well.
+    made.step([torch.zeros_like(params[0]), torch.zeros_like(params[1])], *rest, good)
+    assert bits_equal([part.detach()], [params[0][CENTRE].to(dtype)]) and not bits_equal([part.detach()], before[2:])
+    made.set_copies([None, None])
+    with pytest.raises(ValueError, match="gradient 0: expected torch.float32 with 180 elements"):
+        made.step([torch.zeros_like(part.detach()), torch.zeros_like(params[1])], *rest, good)
+    with pytest.raises(ValueError, match=r"copy 0: expected torch.float16 or .* shape \(5, 4, 1, 2\)"):
+        made.set_copies([params[0].to(dtype), None], [CENTRE, None])
+    with pytest.raises(ValueError, match="copies and windows: expected 2, got 2 and 1"):
+        made.set_copies([None, None], [None])
+
+
 @on_every_backend
 def test_copies_are_rounded_as_torch_rounds(place):
     device = place[1]
@@ -502,7 +543,7 @@ def test_wrong_arguments_of_the_update_are_refused(place):
         sgd.step([torch.ones(6, 4, device=device)], *arguments)
     with pytest.raises(ValueError, match="lr: expected torch.float32 on .*, got torch.float64"):
         sgd.step([weight.clone()], arguments[0].double(), *arguments[1:])
-    with pytest.raises(ValueError, match="copies: expected 1, got 2"):
+    with pytest.raises(ValueError, match="copies and windows: expected 1, got 2"):
         sgd.set_copies([None, None])
     half = weight.half()
     for wrong in (weight.clone(), half.double(), half[:2], half.t().contiguous().t(), half.to("meta")):

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from triaccel_bench import models, precision
+from triaccel_bench.assembly import image_sizes
 from triaccel_bench.configuration import compose
 from triaccel_bench.precision import WeightCopies
 
@@ -193,6 +194,68 @@ def test_an_fp32_probe_of_a_16_bit_layer_reads_its_weight_and_not_its_copy():
     with precision.strict_fp32(network):
         assert torch.equal(network.module(images), plain(images))
     assert not torch.equal(network.module(images), plain(images))
+
+
+def differentiated(network, image_sizes, dtype: str):
+    """Logits and the gradient of each layer's weight, all of it, of a network that runs as on a card."""
+    copies = WeightCopies(network, list(network.module.parameters()), image_sizes)
+    precision.apply(network, [dtype] * len(network.layers))
+    copies.follow()
+    copies.refresh()
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    logits = network.module(images.contiguous(memory_format=torch.channels_last))
+    functional.cross_entropy(logits, torch.tensor([1, 2])).backward()
+    gradients = {}
+    for parameter, leaf, window in zip(network.module.parameters(), copies.leaves, copies.windows, strict=True):
+        whole = leaf.grad
+        if window is not None:
+            whole = torch.zeros_like(parameter, dtype=leaf.dtype)
+            whole[window] = leaf.grad
+        gradients[id(parameter)] = whole
+    return copies, logits.detach(), [gradients[id(layer.weight)] for layer in network.layers.values()]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_copies_leave_out_the_taps_that_only_meet_padding_and_nothing_changes(dtype, monkeypatch):
+    monkeypatch.setattr(precision, "keeps_torchs_sums", lambda tensor: False)
+    networks = [prepared("resnet18") for _ in range(2)]
+    for network in networks:
+        network.module.to(memory_format=torch.channels_last)
+    sizes = image_sizes(compose(["model=resnet18"]).model)
+    (copies, logits, gradients), (all_taps, *expected) = (
+        differentiated(network, given, dtype) for network, given in zip(networks, (sizes, None))
+    )
+    assert torch.equal(logits, expected[0])
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(gradients, expected[1], strict=True))
+    held, whole = (sum(copy.nbytes for copy in each.of_parameters if copy is not None) for each in (copies, all_taps))
+    # Three layers of 512 x 512 read one pixel, eight of nine taps each; one of 512 x 256 reads four, five of nine.
+    assert whole - held == 2 * (3 * 8 * 512 * 512 + 5 * 512 * 256)
+    assert not any(all_taps.windows) and sum(window is not None for window in copies.windows) == 4
+    # In evaluation, and in FP32 for a probe, which reads all of the weight.
+    for network in networks:
+        network.module.eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(*(network.module(images) for network in networks))
+    with precision.strict_fp32(networks[0]), precision.strict_fp32(networks[1]):
+        assert torch.equal(*(network.module(images) for network in networks))
+
+
+def test_copies_of_a_cpu_and_of_images_that_are_not_known_hold_all_taps(monkeypatch):
+    network = prepared("resnet18")
+    parameters = list(network.module.parameters())
+    assert not any(WeightCopies(network, parameters, image_sizes(compose(["model=resnet18"]).model)).windows)
+    monkeypatch.setattr(precision, "keeps_torchs_sums", lambda tensor: False)
+    assert not any(WeightCopies(network, parameters).windows)
+
+
+def test_a_convolution_with_some_taps_refuses_an_image_that_meets_others(monkeypatch):
+    monkeypatch.setattr(precision, "keeps_torchs_sums", lambda tensor: False)
+    network = prepared("resnet18")
+    copies = WeightCopies(network, list(network.module.parameters()), image_sizes(compose(["model=resnet18"]).model))
+    precision.apply(network, ["bf16"] * len(network.layers))
+    copies.follow()
+    with pytest.raises(ValueError, match=r"weight: expected all taps, \(3, 3\), .* got \(2, 2\); pass all of them"):
+        network.module(torch.randn(2, 3, 96, 96))
 
 
 def test_copies_can_be_brought_up_to_date():

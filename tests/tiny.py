@@ -59,13 +59,16 @@ def images(train: int = 64, evaluation: int = 32, side: int = 8, seed: int = 0) 
     return ImageSet(x_train, y_train, x_eval, y_eval, tuple(map(str, range(10))), "0" * 16, "test")
 
 
-def engine(*overrides: str, plan: list[str] | None = None, schedule: Schedule | None = None, seed: int = 0) -> Engine:
+def engine(
+    *overrides: str, plan: list[str] | None = None, schedule: Schedule | None = None, seed: int = 0, **more
+) -> Engine:
     chosen = settings(*overrides)
     torch.manual_seed(seed)
     network = models.build(chosen.model, 10)
     precision.prepare(network)
     schedule = schedule or Schedule(0.05, 0, 10_000)
-    return Engine(network, chosen.method, chosen.optimizer, schedule, "torch", plan or ["fp32"] * len(network.layers))
+    plan = plan or ["fp32"] * len(network.layers)
+    return Engine(network, chosen.method, chosen.optimizer, schedule, "torch", plan, **more)
 
 
 def trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +18,7 @@ from triaccel_bench.methods import Method, resolve_budget
 from triaccel_bench.openloop import OpenLoop
 from triaccel_bench.recovery import tolerated
 from triaccel_bench.schedule import make_schedule
-from triaccel_bench.settings import Settings
+from triaccel_bench.settings import ModelSettings, Settings
 
 WARM_UP_STEPS = 2
 """Steps of a throw-away copy before the first epoch's clock: library start-up and kernel compilation."""
@@ -58,6 +59,7 @@ class Assembly:
 
     def build(self, settings: Settings, eager: str | None) -> Parts:
         """New parts, whose weights follow the seed; ``eager`` as ``Engine`` takes it."""
+        sizes = image_sizes(settings.model.model_copy(update={"weights": "none"}))
         torch.manual_seed(self._seed)
         network = models.build(settings.model, settings.dataset.num_classes)
         layout = torch.channels_last if settings.model.layout == "channels_last" else torch.contiguous_format
@@ -80,6 +82,7 @@ class Assembly:
             eager,
             settings.engine.cached,
             settings.memory.enforce,
+            sizes,
         )
         return Parts(network, method, engine)
 
@@ -150,3 +153,19 @@ class Assembly:
         images, labels = self._data.input_buffers(len(indices), dtype)
         self._data.fill(images, labels, indices)
         return images, labels
+
+
+@functools.cache
+def image_sizes(model: ModelSettings) -> dict[str, tuple[int, int]]:
+    """Height and width of what each two-dimensional convolution reads, by name; told by a network in no memory."""
+    with torch.device("meta"):
+        network = models.build(model, num_classes=2)
+    sizes: dict[str, tuple[int, int]] = {}
+    for name, layer in network.layers.items():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_forward_pre_hook(
+                lambda _, inputs, name=name: sizes.update({name: tuple(inputs[0].shape[2:])})
+            )
+    with torch.no_grad():
+        network.module.eval()(torch.empty(1, 3, model.input_size, model.input_size, device="meta"))
+    return sizes

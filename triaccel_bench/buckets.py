@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from triaccel_bench.kernels.moments import GradientMoments
-from triaccel_bench.kernels.update import FusedSGD
+from triaccel_bench.kernels.update import FusedSGD, Window
 
 BUCKETS = 4
 """A bucket costs two launches and holds its share of the gradients back."""
@@ -123,10 +123,10 @@ class Buckets:
         """All that a step writes and keeps beside weights and momenta, where it stays."""
         return [self.nonfinite, *(tensor for part in self._buckets for tensor in part.moments.state[1:])]
 
-    def set_copies(self, copies: Sequence[Tensor | None]) -> None:
+    def set_copies(self, copies: Sequence[Tensor | None], windows: Sequence[Window | None]) -> None:
         """``FusedSGD.set_copies``."""
         for part in self._buckets:
-            part.sgd.set_copies([copies[index] for index in part.members])
+            part.sgd.set_copies(*([values[index] for index in part.members] for values in (copies, windows)))
 
     def set_momentum_dtypes(self, dtypes: Sequence[torch.dtype]) -> None:
         """``FusedSGD.set_momentum_dtypes``."""

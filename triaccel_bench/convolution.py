@@ -47,6 +47,7 @@ def conv2d(
     dilation: tuple[int, int],
     groups: int,
     differentiable_once: bool = False,
+    kernel: tuple[int, int] | None = None,
 ) -> Tensor:
     """What ``torch.nn.functional.conv2d`` computes; the order of a sum's terms may differ.
 
@@ -54,9 +55,20 @@ def conv2d(
         x: [N, C, H, W]; products are taken where its memory is channels-last.
         weight: [O, C / groups, kH, kW], of ``x``'s dtype.
         differentiable_once: allow routes whose gradient cannot be differentiated again.
+        kernel: (kH, kW) where ``weight`` may hold its live taps alone.
+
+    Raises:
+        ValueError: it holds neither all taps nor those alone.
     """
-    rows, columns = (live_taps(x.shape[2 + d], weight.shape[2 + d], stride[d], padding[d], dilation[d]) for d in (0, 1))
-    if (rows.last - rows.first, columns.last - columns.first) != tuple(weight.shape[2:]):
+    kernel, held = kernel or tuple(weight.shape[2:]), tuple(weight.shape[2:])
+    rows, columns = (live_taps(x.shape[2 + d], kernel[d], stride[d], padding[d], dilation[d]) for d in (0, 1))
+    live = rows.last - rows.first, columns.last - columns.first
+    if held not in (kernel, live):
+        raise ValueError(
+            f"weight: expected all taps, {kernel}, or those that meet an image of {tuple(x.shape[2:])} pixels, {live}, "
+            f"got {held}; pass all of them"
+        )
+    if live != held:
         weight = _LiveTaps.apply(weight, rows, columns)
     padding = rows.padding, columns.padding
     missing = MATRIX_CHANNELS - x.shape[1]

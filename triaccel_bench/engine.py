@@ -14,7 +14,7 @@ whatever the capture must not meet for the first time.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -54,6 +54,7 @@ class Engine:
         executed: the executed plan, one dtype a layer.
         source: turns a step's inputs into a batch; runs within the captured step.
         eager, cached, tight: as ``CapturedCalls`` takes them.
+        image_sizes: as ``precision.WeightCopies`` takes them.
 
     Attributes:
         captured: the captured steps and evaluations.
@@ -73,6 +74,7 @@ class Engine:
         eager: str | None = "not asked for",
         cached: int = 8,
         tight: bool = False,
+        image_sizes: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.network = network
         self._source = source
@@ -114,7 +116,7 @@ class Engine:
         self._rates = torch.ones(layers, device=device)
         self._one = torch.ones((), device=device)
         self._batch_factors: dict[int, Tensor] = {}
-        self._copies = precision.WeightCopies(network, self._parameters)
+        self._copies = precision.WeightCopies(network, self._parameters, image_sizes)
         self._evaluation = torch.zeros(2, dtype=torch.float64, device=device)
         self.captured = CapturedCalls(device, eager, cached, tight, self._after_capture)
         self._before = Snapshot([*network.module.buffers(), *self.scalars.state, *self.moments.state])
@@ -136,7 +138,7 @@ class Engine:
         self.sgd.set_momentum_dtypes(self._momentum_dtypes())
         self._copies.follow()
         self._leaves = self._copies.leaves
-        self.sgd.set_copies(self._copies.of_parameters)
+        self.sgd.set_copies(self._copies.of_parameters, self._copies.windows)
         self._scaled = "fp16" in executed
         self.scalars.set_scaled(self._scaled)
 

@@ -9,16 +9,17 @@ and statistics. A uniform FP16 or BF16 plan therefore computes what ``torch.auto
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from triaccel_bench.convolution import conv2d
+from triaccel_bench.convolution import conv2d, live_taps
 from triaccel_bench.kernels.depthwise import depthwise_conv2d
 from triaccel_bench.kernels.stem import MAX_CHANNELS, MAX_KERNEL, has_matrix_units, stem_conv2d
+from triaccel_bench.kernels.update import Window
 from triaccel_bench.models import LAYER_TYPES, Network
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -53,8 +54,7 @@ class _CastConv2d(_CastConvolution, nn.Conv2d):
     """Whether nobody will differentiate twice what it computes in evaluation mode either."""
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # A CPU keeps torch's own sums, so that its results are those of the plain model bit for bit.
-        if not x.is_cuda or self.padding_mode != "zeros" or isinstance(self.padding, str):
+        if not self._is_zero_padded() or keeps_torchs_sums(x):
             return super()._conv_forward(x, weight, bias)
         once = self.training or self.differentiated_once or not torch.is_grad_enabled()
         ours = once and self.kernels == "triton"
@@ -64,7 +64,20 @@ class _CastConv2d(_CastConvolution, nn.Conv2d):
             if self._is_stem(weight):
                 return stem_conv2d(x, weight, self.stride[0], self.padding[0], backend=self.kernels)
         shape = self.stride, self.padding, self.dilation, self.groups
-        return conv2d(x, weight, bias, *shape, differentiable_once=ours)
+        return conv2d(x, weight, bias, *shape, differentiable_once=ours, kernel=self.kernel_size)
+
+    def live_window(self, size: tuple[int, int]) -> Window | None:
+        """The taps of ``weight`` that meet an image of ``size`` pixels; None: all of them, or another route's."""
+        if not self._is_zero_padded() or self.groups != 1 or self.in_channels <= MAX_CHANNELS:
+            return None
+        shape = zip(size, self.kernel_size, self.stride, self.padding, self.dilation)
+        taps = [live_taps(*dimension) for dimension in shape]
+        window = tuple(slice(each.first, each.last) for each in taps)
+        whole = tuple(slice(0, kernel) for kernel in self.kernel_size)
+        return None if window == whole else (slice(None), slice(None), *window)
+
+    def _is_zero_padded(self) -> bool:
+        return self.padding_mode == "zeros" and not isinstance(self.padding, str)
 
     def _is_plain(self) -> bool:
         """Whether our kernels take its shape: alike in both dimensions, without dilation and bias."""
@@ -74,6 +87,11 @@ class _CastConv2d(_CastConvolution, nn.Conv2d):
     def _is_stem(self, weight: Tensor) -> bool:
         takes = self.groups == 1 and self.in_channels <= MAX_CHANNELS and self.kernel_size[0] in (1, 3, 5, MAX_KERNEL)
         return takes and has_matrix_units(weight)
+
+
+def keeps_torchs_sums(x: Tensor) -> bool:
+    """Whether ``x`` is on a CPU, whose results are those of the plain model bit for bit."""
+    return not x.is_cuda
 
 
 class _CastConv3d(_CastConvolution, nn.Conv3d): ...
@@ -177,21 +195,32 @@ class WeightCopies:
     A copy is the leaf that autograd differentiates by, so its gradient arrives in 16 bit. FP16 and
     BF16 share a layer's memory, which keeps its address while the layer stays in 16 bit; an FP32
     layer has none. Copies follow a plan through ``follow`` and the parameters through whoever
-    updates them.
+    updates them. Of a convolution whose images are known, taps that only ever meet padding are not
+    copied: of a 3x3 kernel over one pixel eight of nine.
 
     Args:
         network: prepared by ``prepare``.
         parameters: every trainable parameter, in the update's order.
+        image_sizes: height and width of what layers read, by name; those that are not there keep all taps.
     """
 
-    def __init__(self, network: Network, parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self, network: Network, parameters: Sequence[Tensor], image_sizes: Mapping[str, tuple[int, int]] | None = None
+    ) -> None:
         self._parameters = list(parameters)
         self._owners = {}
-        for layer in network.layers.values():
-            if isinstance(layer, _Cast):
-                layer.copies = {}
-                for name, parameter in layer.named_parameters(recurse=False):
-                    self._owners[id(parameter)] = layer, name
+        windows = {}
+        for layer_name, layer in network.layers.items():
+            if not isinstance(layer, _Cast):
+                continue
+            layer.copies = {}
+            for name, parameter in layer.named_parameters(recurse=False):
+                self._owners[id(parameter)] = layer, name
+            if isinstance(layer, _CastConv2d) and not keeps_torchs_sums(layer.weight):
+                size = (image_sizes or {}).get(layer_name)
+                windows[id(layer.weight)] = None if size is None else layer.live_window(size)
+        self.windows = [windows.get(id(parameter)) for parameter in self._parameters]
+        """For each parameter the index of what its copy holds; None: all of it."""
         self._copies: list[Tensor | None] = [None] * len(self._parameters)
 
     def follow(self) -> None:
@@ -206,7 +235,7 @@ class WeightCopies:
                 continue
             copy = self._copies[index]
             if copy is None:
-                copy = torch.empty_like(parameter, dtype=layer.compute_dtype)
+                copy = _empty_like(parameter, self.windows[index], layer.compute_dtype)
             elif copy.dtype != layer.compute_dtype:
                 copy = copy.detach().view(layer.compute_dtype)
             self._copies[index] = layer.copies[name] = copy.detach().requires_grad_()
@@ -214,7 +243,11 @@ class WeightCopies:
     @torch.no_grad()
     def refresh(self) -> None:
         """Copy the parameters' values, where no update does."""
-        pairs = [(copy.detach(), p) for copy, p in zip(self._copies, self._parameters) if copy is not None]
+        pairs = [
+            (copy.detach(), parameter if window is None else parameter[window])
+            for copy, parameter, window in zip(self._copies, self._parameters, self.windows)
+            if copy is not None
+        ]
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs)))
 
@@ -227,3 +260,11 @@ class WeightCopies:
     def leaves(self) -> list[Tensor]:
         """For each parameter the tensor that its gradient arrives at: the copy, or itself."""
         return [p if copy is None else copy for copy, p in zip(self._copies, self._parameters)]
+
+
+def _empty_like(parameter: Tensor, window: Window | None, dtype: torch.dtype) -> Tensor:
+    if window is None:
+        return torch.empty_like(parameter, dtype=dtype)
+    last = parameter.is_contiguous(memory_format=torch.channels_last)
+    layout = torch.channels_last if last else torch.contiguous_format
+    return torch.empty(parameter[window].shape, dtype=dtype, device=parameter.device, memory_format=layout)
