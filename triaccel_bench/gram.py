@@ -90,10 +90,10 @@ def gram(layer: nn.Module, x: Tensor, dy: Tensor, way: Way | None = None, limit:
         return torch.zeros(case.samples, case.samples, dtype=dtype, device=x.device)
     if isinstance(layer, nn.Linear):
         x, dy = _as_images(x), _as_images(dy)
-    if case.by_channel(chosen.way):
-        # Of several gradients a sample, channels are to lie beside one another in every chunk.
+    if case.by_channel(chosen.way) and case.sent(dtype.itemsize) <= limit:
+        # Once for all chunks. Of several gradients a sample, channels are to lie beside one another in every chunk.
         dy = dy.to(dtype, memory_format=torch.preserve_format if case.repeats == 1 else torch.contiguous_format)
-    elif case.repeats > 1:
+    elif not case.by_channel(chosen.way) and case.repeats > 1:
         x = _repeated(x, case.repeats)
     total = None
     with torch.autocast(x.device.type, enabled=False):
@@ -210,6 +210,10 @@ class _Case:
     def depthwise(self) -> bool:
         return self.inputs == 1 < self.groups
 
+    def sent(self, itemsize: int) -> int:
+        """Bytes of one group's ``dy``."""
+        return itemsize * self.samples * self.outputs * self.positions
+
     def by_channel(self, way: Way) -> bool:
         """Whether chunks are of input channels, all under one ``dy``, and not of groups."""
         return way == "direct" and self.groups == 1
@@ -272,7 +276,7 @@ def _plan(case: _Case, itemsize: int, way: Way | None, limit: int) -> Plan:
     direct_cost = (n * spots + n * n) * weights
     image = case.rows.extent * case.columns.extent if case.padded else 0
     channel = itemsize * (image + spots * case.taps)
-    sent = itemsize * n * outputs * spots
+    sent = case.sent(itemsize)
     group = n * inputs * channel + sent + 2 * itemsize * (n * spots) ** 2
     if way is None:
         way = "positions" if positions_cost < direct_cost and group <= limit else "direct"
@@ -286,6 +290,10 @@ def _plan(case: _Case, itemsize: int, way: Way | None, limit: int) -> Plan:
     units, width = (inputs, 1) if case.by_channel(way) else (case.groups, inputs)
     windows = itemsize * (image + outputs * spots * case.taps) if case.depthwise else width * channel
     windows = -(-windows // shared)
+    whole = case.groups * sent
+    if case.by_channel(way) and sent > limit:
+        # Converted a few samples at a time, together with what they read.
+        windows, whole = windows + itemsize * outputs * spots, 0
     gradient = itemsize * outputs * width * case.taps
     fixed = itemsize * max(PARTIAL_ELEMENTS, n * n) + 3 * result
     chunk, samples = _even(units, (limit - fixed) // (n * (windows + gradient))), n
@@ -298,7 +306,7 @@ def _plan(case: _Case, itemsize: int, way: Way | None, limit: int) -> Plan:
         chunk,
         samples,
         direct_cost,
-        chunk * (samples * windows + n * gradient) + case.groups * sent + fixed + repeated,
+        chunk * (samples * windows + n * gradient) + whole + fixed + repeated,
     )
 
 

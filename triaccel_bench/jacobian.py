@@ -45,7 +45,7 @@ from triaccel_bench.probe import (
 )
 from triaccel_bench.settings import MOST_JACOBIAN_ROWS, CurvatureSettings
 
-GROUP_BYTES = 12 * 2**20
+GROUP_BYTES = 8 * 2**20
 """What may be kept of the backward passes of several layers; others need passes of their own."""
 
 LIMIT_BYTES = 8 * 2**20
@@ -182,8 +182,7 @@ def _projected_gram_matrices(
     check_rows(rows)
     certain = torch.eye(classes, dtype=logits.dtype, device=logits.device)
     directions = probabilities.T.sqrt()[..., None] * (certain[:, None] - probabilities)
-    places = {name: place for place, name in enumerate(layers)}
-    matrices = torch.zeros(len(layers), rows, rows, dtype=wide_dtype(layers), device=logits.device)
+    found: list[Tensor] = []
     # The first layers hold the largest images: they come last, when what autograd saved can go.
     groups = list(_groups(layers, taps, rows))[::-1]
     facts.update(rows=rows, passes=classes * len(groups))
@@ -196,9 +195,13 @@ def _projected_gram_matrices(
             returned = output_gradients(logits, directions[index], read.values(), again)
             for each, dy in zip(kept.values(), returned, strict=True):
                 each.add(index, dy)
-        for name in read:
-            matrices[places[name]] = kept.pop(name).products()
-    return _projected(matrices)
+        matrices = torch.zeros(len(names), rows, rows, dtype=wide_dtype(layers), device=logits.device)
+        for place, name in enumerate(names):
+            if name in kept:
+                matrices[place] = kept.pop(name).products()
+        # At once: those of all layers together would be a tenth of a small network's memory.
+        found.append(_projected(matrices))
+    return torch.cat(found[::-1])
 
 
 def _projected(matrices: Tensor) -> Tensor:
@@ -257,9 +260,9 @@ class _Rows:
         if self._held is None:
             shape = count * self._classes, *value.shape[1:]
             dtype = value.dtype if self._directly else _narrow(value.dtype)
-            self._held = torch.empty(shape, dtype=dtype, device=value.device)
-            if value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last):
-                self._held = self._held.to(memory_format=torch.channels_last)
+            last = value.dim() == 4 and value.is_contiguous(memory_format=torch.channels_last)
+            layout = torch.channels_last if last else torch.contiguous_format
+            self._held = torch.empty(shape, dtype=dtype, device=value.device, memory_format=layout)
         self._held[index :: self._classes] = value
 
     def products(self) -> Tensor:
