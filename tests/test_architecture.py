@@ -11,7 +11,6 @@ ROOT = Path(__file__).resolve().parent.parent
 LEVELS = {
     -1: {"life", "files"},
     0: {
-        "noise",
         "settings",
         "records",
         "paper",

@@ -55,17 +55,19 @@ def test_fp32_ignores_switches_that_are_off(override):
 
 
 @pytest.mark.parametrize(("method", "override"), [
-    ("triaccel", "method.batch.noise_share=0.9"), ("fp32", "method.update.momentum_dtype=bf16"),
+    ("triaccel_batch", "method.precision.beta=0.5"), ("triaccel_plus", "method.curvature.tau_curv=1.0"),
+    ("triaccel_precision method.curvature.promotion=true", "method.curvature.alpha=0.5"),
+    ("fp32", "method.update.momentum_dtype=bf16"),
 ])  # fmt: skip
 def test_settings_that_only_another_choice_reads_are_left_out(method, override):
-    assert cell(f"method={method}", override) == cell(f"method={method}")
+    given = f"method={method}".split()
+    assert cell(*given, override) == cell(*given)
 
 
 @pytest.mark.parametrize(("method", "override"), [
-    ("triaccel_plus", "method.batch.noise_share=0.9"), ("amp", "method.update.momentum_dtype=bf16"),
+    ("triaccel_plus", "method.batch.growth=model"), ("triaccel_plus", "method.curvature.alpha=0.5"),
+    ("triaccel_precision method.curvature.promotion=true", "method.curvature.tau_curv=1.0"), ("amp", "method.update.momentum_dtype=bf16"),
     ("fp32", "method.update.in_backward=true"), ("fp32", "model.checkpointing=true"),
-    ("triaccel_batch method.batch.growth=noise", "method.precision.beta=0.5"),
-    ("triaccel_batch method.batch.growth=noise", "method.precision.normalise_by_batch=false"),
 ])  # fmt: skip
 def test_and_count_where_they_are_read(method, override):
     given = f"method={method}".split()

@@ -30,7 +30,7 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     [
         "method.update.in_backward=true",
         "method.update.momentum_dtype=bf16",
-        "method.batch.growth=noise",
+        "method.batch.growth=schedule",
         "model.checkpointing=true",
     ],
 )

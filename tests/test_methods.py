@@ -45,4 +45,4 @@ def test_b_goes_no_higher_than_there_are_samples_but_starts_where_it_is_told():
     network = models.build(settings("model=resnet8").model, 10)
     for samples, highest in ((65, 96), (300, 300), (10**6, 512)):
         chosen = compose(["method=triaccel_batch", "model=resnet8"]).method
-        assert Method(chosen, network, cpu(), 0, 0.9, samples).settings.batch.max == highest
+        assert Method(chosen, network, cpu(), 0, samples).settings.batch.max == highest

@@ -14,7 +14,6 @@ from tiny import settings
 
 from triaccel_bench import control, ledger, replay, tables_cli
 from triaccel_bench.control import Signals
-from triaccel_bench.noise import Squares
 from triaccel_bench.records import StartTrace, Trace, planned_run, read_trace, write_run
 from triaccel_bench.settings import MethodSettings
 
@@ -36,14 +35,13 @@ def adaptive(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["fp32", "triaccel, fisher, noise", "triaccel_plus"])
+@pytest.mark.parametrize("name", ["fp32", "triaccel, fisher, schedule", "triaccel_plus"])
 def test_every_decision_is_derived_again(tmp_path, name):
     # Larger batches are fewer steps, and fewer decisions.
     made, _ = train(settings(*BASE, *RUNS[name], "epochs=4"), tmp_path)
     assert len(made.trace.decisions) > 3 and not told(tmp_path)
-    if name == "triaccel, fisher, noise":
-        assert all(d.gradient_square > 0 and d.momentum_square > 0 for d in made.trace.decisions[1:])
-        assert any(d.noise_scale is not None for d in made.trace.decisions)
+    if name == "triaccel, fisher, schedule":
+        assert any(0 < d.rate_share < 1 for d in made.trace.decisions)
 
 
 def test_a_run_that_was_killed_and_went_on_too(tmp_path):
@@ -76,7 +74,6 @@ CHANGES = {
     "batch_after": lambda d: setattr(d, "batch_after", d.batch_after + 1),
     "batch_reason": lambda d: setattr(d, "batch_reason", "so it was"),
     "plan_changed": lambda d: setattr(d, "plan_changed", not d.plan_changed),
-    "noise_scale": lambda d: setattr(d, "noise_scale", 1.0),
 }
 
 
@@ -113,7 +110,7 @@ def decided(folder: Path, seen: list[Signals], **changes) -> Trace:
     """The trace of decisions on these signals of three layers, written and read again."""
     chosen, own = rules(**changes), {level: level for level in control.LEVELS}
     before, state = control.start(3, chosen, own.__getitem__)
-    start = StartTrace(rules=chosen.model_dump(mode="json"), executes=own, momentum_steps=19.0, samples=64)
+    start = StartTrace(rules=chosen.model_dump(mode="json"), executes=own, samples=64)
     trace = Trace(layers=["a", "b", "c"], start=start)
     for step, signals in enumerate(seen, start=1):
         after, state = control.decide(signals, state, chosen, own.__getitem__)
@@ -129,16 +126,14 @@ def test_signals_that_are_not_finite_are_no_missing_ones(tmp_path):
     nan, inf = math.nan, math.inf
     seen = [
         Signals(1, None, None, None, None),
-        Signals(1, (1e-6, 2e-6, 3e-6), (nan, None, 1.0), 100, 1000, 50, 0.01, Squares(nan, inf, 19.0, 64)),
+        Signals(1, (1e-6, 2e-6, 3e-6), (nan, None, 1.0), 100, 1000, 50, 0.01, 0.25),
         Signals(2, (nan, -inf, inf), (inf, 2.0, nan), 100, 1000, 50, inf),
         Signals(3, (nan, 2e-6, 3e-6), (1.0, 2.0, 3.0), 100, 1000, 50, nan),
         Signals(4, (nan, 2e-6, 3e-6), (1.0, 2.0, 3.0), 100, 1000, 50, 0.01),
     ]
     trace = decided(tmp_path, seen)
     for signals, decision in zip(seen, trace.decisions, strict=True):
-        squares = (None, None) if signals.squares is None else (signals.squares.step, signals.squares.momentum)
-        there = decision.gradient_square, decision.momentum_square, decision.capture_share
-        assert repr((*squares, signals.capture_share)) == repr(there)
+        assert repr((signals.rate_share, signals.capture_share)) == repr((decision.rate_share, decision.capture_share))
         assert repr(decision.variance) == repr(None if signals.variance is None else list(signals.variance))
         assert repr(decision.lambda_max) == repr(None if signals.lambda_max is None else list(signals.lambda_max))
     assert trace.decisions[-1].requested[0] == "fp32", "the widest dtype for a variance that is no number"
@@ -168,8 +163,15 @@ def test_a_trace_stays_small(adaptive):
     """Its start once, and a few bytes more a decision."""
     _, trace = read(adaptive)
     assert len(trace.start.model_dump_json()) < 2500
-    signals_alone = trace.decisions[0].model_dump_json(exclude={"in_force_after", "gradient_square", "momentum_square"})
+    signals_alone = trace.decisions[0].model_dump_json(exclude={"in_force_after", "rate_share"})
     assert len(trace.decisions[0].model_dump_json()) - len(signals_alone) < 100
+
+
+def test_a_trace_that_tells_what_is_no_longer_recorded_is_read(adaptive, tmp_path):
+    run, trace = read(adaptive)
+    told = json.loads(trace.model_dump_json())
+    told["start"]["momentum_steps"] = told["decisions"][0]["noise_scale"] = 19.0
+    assert Trace.model_validate_json(json.dumps(told)) == trace
 
 
 @pytest.mark.parametrize("path", sorted(REFERENCE.rglob("trace.json.gz"))[:3], ids=lambda path: path.parts[-3])

@@ -84,10 +84,18 @@ def test_every_part_is_a_sweep_that_any_launcher_takes(part):
     assert OmegaConf.load(ROOT / "conf" / "experiment" / "reproduce" / f"{part}.yaml").hydra.mode == "MULTIRUN"
 
 
+PLUS = ("optimizer.lr", "optimizer.weight_decay", "method.curvature.alpha")
+"""Tri-Accel+ asks for BF16 whatever the thresholds."""
+
+
 def test_trials_are_as_many_for_every_method_on_held_out_images():
     trials = [f"t{n}" for n in range(draw_trials.TRIALS)]
     assert swept("tuning") == swept("table1") | {"+trial": trials}
-    for method, read, tried in (("amp", KEYS[:2], trials[:2]), ("triaccel_plus", KEYS, trials)):
+    for method, read, tried in (
+        ("amp", KEYS[:2], trials[:2]),
+        ("triaccel", KEYS, trials),
+        ("triaccel_plus", PLUS, trials),
+    ):
         jobs = sweep("tuning", ["model=resnet18", f"method={method}", f"+trial={','.join(tried)}"]).jobs()
         assert len({identity(job, CARD) for job in jobs}) == len(tried)
         assert {(job.dataset.evaluate_on, job.dataset.validation_fraction) for job in jobs} == {("validation", 0.1)}

@@ -6,10 +6,10 @@ import functools
 import random
 
 import pytest
+from tiny import images, settings, trainer
 
 from triaccel_bench.configuration import compose
 from triaccel_bench.control import Signals, decide, start
-from triaccel_bench.noise import Squares
 from triaccel_bench.rungs import Reading, Seen, next_rung, predicted_peak
 from triaccel_bench.settings import BatchSettings, MethodSettings
 
@@ -159,6 +159,58 @@ def test_batch_settles_inside_the_band_or_at_a_bound(growth):
         assert settings.batch.min <= sizes[-1] <= settings.batch.max
 
 
+SCHEDULE = rules("method.batch.growth=schedule", "method.batch.max=1024").batch
+
+
+def two_rungs(batch: int) -> Seen:
+    return Seen(peaks={batch - 32: 10 * (batch - 32), batch: 10 * batch})
+
+
+@pytest.mark.parametrize(
+    ("share", "batch", "expected"),
+    [
+        (None, 96, 96), (1.0, 96, 96), (0.667, 96, 96), (0.6, 96, 160), (0.5, 96, 192), (0.25, 96, 384),
+        (0.4, 160, 160), (0.4, 128, 224), (0.09, 96, 1024), (0.0, 96, 1024), (0.0, 1024, 1024), (0.9, 160, 160),
+    ],
+)  # fmt: skip
+def test_the_batch_grows_as_far_as_the_rate_has_been_annealed(share, batch, expected):
+    found, words = next_rung(Reading(batch, 10 * batch, 10**6), two_rungs(batch), SCHEDULE, share)
+    assert found == expected
+    if expected == batch and batch < 1024:
+        assert f"a learning rate at {share or 1.0:.3f} of its peak is no larger batch yet" in words
+
+
+@pytest.mark.parametrize("share", [0.9, 0.6, 0.37, 0.2, 0.13])
+def test_with_the_linear_rule_the_rate_stays_below_the_peak_chosen_at_b0(share):
+    found, _ = next_rung(Reading(96, 960, 10**6), two_rungs(96), SCHEDULE, share)
+    assert share * found / 96 <= 1.0
+
+
+def test_memory_bounds_an_annealed_batch_too():
+    found, words = next_rung(Reading(96, 960, 1700), two_rungs(96), SCHEDULE, 0.1)
+    assert found == 128 and "is predicted at" in words
+    assert next_rung(Reading(256, 2560, 2600), two_rungs(256), SCHEDULE, 0.0)[0] < 256
+    model = SCHEDULE.model_copy(update={"growth": "model"})
+    assert next_rung(Reading(96, 960, 4000), two_rungs(96), model, 1.0)[0] == 352
+
+
+def test_a_run_grows_its_batch_as_its_rate_falls():
+    made, run = trainer(
+        settings(
+            "method=triaccel_batch", "method.batch.growth=schedule", "memory.budget=10", "epochs=8",
+            "method.control.interval=2", "method.batch.initial=16", "method.batch.min=16", "method.batch.max=64",
+            "method.batch.up=16", "method.batch.down=16",
+        ),
+        images(train=192),
+    )  # fmt: skip
+    trace = made.train()
+    limits = [16 / d.rate_share if d.rate_share else 64 for d in trace.decisions]
+    sizes = [d.batch_after for d in trace.decisions]
+    assert all(size <= limit for size, limit in zip(sizes, limits))
+    assert sizes == sorted(sizes) and sizes[0] == 16 and sizes[-1] == 64
+    assert run.epochs[-1].batch_last == 64
+
+
 CONTROL_STEPS_AN_EPOCH = 10
 
 
@@ -169,7 +221,7 @@ def simulated(seed: int, growth: str) -> tuple[list[int], list[float], list[bool
     _, state = start(1, settings, native)
     fixed, slope, budget = draw.uniform(50, 400), draw.uniform(0.5, 6), 1000
     device = draw.choice([1200, 5000])
-    noise_scale = draw.uniform(50, 2000)
+    annealing = draw.uniform(0.95, 0.99)
     neighbour, changes = 0.0, sorted(draw.sample(range(5, 55), 3))
     sizes, shares, quiet = [], [], []
     for step in range(90):
@@ -182,11 +234,7 @@ def simulated(seed: int, growth: str) -> tuple[list[int], list[float], list[bool
                 state = state.__class__(**{**vars(state), "seen": state.seen.under_a_new_plan()})
         used = round((fixed + slope * state.batch) * draw.uniform(0.99, 1.0))
         free = round(max(0.0, device - used - neighbour))
-        squares = None
-        if growth == "noise":
-            scatter = noise_scale * draw.uniform(0.95, 1.05)
-            squares = Squares(1 + scatter / state.batch, 1 + scatter / (19 * state.batch), 19.0, 10**9)
-        signals = Signals(step, None, None, used, budget, free, squares=squares)
+        signals = Signals(step, None, None, used, budget, free, rate_share=annealing ** min(step, changes[-1]))
         decision, state = decide(signals, state, settings, native)
         sizes.append(decision.batch)
         shares.append(used / budget)
@@ -194,7 +242,7 @@ def simulated(seed: int, growth: str) -> tuple[list[int], list[float], list[bool
     return sizes, shares, quiet
 
 
-@pytest.mark.parametrize("growth", ["paper", "model", "noise"])
+@pytest.mark.parametrize("growth", ["paper", "model", "schedule"])
 @pytest.mark.parametrize("seed", range(60))
 def test_closed_loop_with_disturbances(seed, growth):
     sizes, shares, quiet = simulated(seed, growth)
@@ -203,9 +251,9 @@ def test_closed_loop_with_disturbances(seed, growth):
     # Not above MemMax for longer than one control step, but on the way down to the floor.
     for before, now, size in zip(shares, shares[1:], sizes[1:]):
         assert not (before > 1.0 and now > 1.0) or now < before or size == 32
-    # Settles within 3 control steps of the last rung that it needs: paper walks rung by rung, model jumps, noise doubles.
+    # Settles within 3 control steps of the last rung that it needs: paper walks rung by rung, model jumps, schedule grows by half or more.
     last = calm[-1]
-    needed = {"paper": abs(last - sizes[start_of_quiet - 1]) // 32, "model": 2, "noise": 4}[growth]
+    needed = {"paper": abs(last - sizes[start_of_quiet - 1]) // 32, "model": 2, "schedule": 4}[growth]
     assert all(abs(size - last) <= 32 for size in calm[needed + 3 :]), calm
     # At most one reversal an epoch after that.
     for epoch in range(0, len(calm), CONTROL_STEPS_AN_EPOCH):

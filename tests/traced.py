@@ -25,9 +25,7 @@ def decision(step: int, **changes) -> DecisionTrace:
 
 
 def trace(*decisions: DecisionTrace, **changes) -> Trace:
-    start = StartTrace(
-        rules={}, executes={"bf16": "fp16", "fp16": "fp16", "fp32": "fp32"}, momentum_steps=1.0, samples=1
-    )
+    start = StartTrace(rules={}, executes={"bf16": "fp16", "fp16": "fp16", "fp32": "fp32"}, samples=1)
     return Trace(layers=list(LAYERS), start=start, decisions=list(decisions) or [decision(4), decision(14)], **changes)
 
 

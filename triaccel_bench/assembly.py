@@ -65,11 +65,11 @@ class Assembly:
         layout = torch.channels_last if settings.model.layout == "channels_last" else torch.contiguous_format
         network.module.to(self._hardware.device, memory_format=layout).train()
         precision.prepare(network)
-        momentum, samples = settings.optimizer.momentum, self._data.train_count
+        samples = self._data.train_count
         if settings.replay.run is not None:
             method = OpenLoop(settings, network, self._hardware, samples)
         else:
-            method = Method(settings.method, network, self._hardware, self._seed, momentum, samples)
+            method = Method(settings.method, network, self._hardware, self._seed, samples)
         schedule = make_schedule(settings.optimizer.lr, settings.epochs, settings.optimizer.warmup_epochs, samples)
         engine = Engine(
             network,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from statistics import quantiles
 
 from triaccel_bench import rungs
-from triaccel_bench.noise import Noise, Squares
 from triaccel_bench.settings import BatchSettings, CurvatureSettings, MethodSettings, PrecisionSettings
 
 LEVELS = ("fp16", "bf16", "fp32")
@@ -41,8 +40,8 @@ class Signals:
     """By how much that peak could grow on this device."""
     capture_share: float | None = None
     """Share of training time that capturing steps again would have taken after one more change of plan."""
-    squares: Squares | None = None
-    """Square norms of the gradient and of its average; ``None`` unless ``batch.growth=noise``."""
+    rate_share: float | None = None
+    """``Schedule.share_of_peak``; ``None`` where no schedule is known."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class State:
     seen: rungs.Seen = rungs.Seen()
     ceiling: int | None = None
     """Above this batch memory has run out; ``None``: it has not."""
-    noise: Noise = Noise()
 
 
 @dataclass(frozen=True)
@@ -77,8 +75,6 @@ class Decision:
     batch: int
     batch_reason: str
     plan_changed: bool
-    noise_scale: float | None = None
-    """tr(S) / |G|^2 in samples; ``None`` while that is not known."""
 
 
 def within(rules: MethodSettings, samples: int) -> MethodSettings:
@@ -149,7 +145,7 @@ def decide(
             resized = replace(resized, seen=resized.seen.under_a_new_plan(), ceiling=None)
         state = resized
     changed = after != before
-    decision = Decision(after, executed, state.promoted, state.rates, state.batch, reason, changed, state.noise.scale)
+    decision = Decision(after, executed, state.promoted, state.rates, state.batch, reason, changed)
     return decision, state
 
 
@@ -221,15 +217,13 @@ def rate_scales(
 
 def next_batch(signals: Signals, state: State, rules: BatchSettings) -> tuple[State, str]:
     """B(t+1) of section 3.3; the new state and the reason in words."""
-    if signals.squares is not None:
-        state = replace(state, noise=state.noise.with_reading(signals.squares, state.batch))
     if signals.memory_bytes is None or signals.budget_bytes is None:
         return state, "hold: no memory reading"
     if state.ceiling is not None:
         rules = rules.model_copy(update={"max": min(rules.max, state.ceiling)})
     reading = rungs.Reading(state.batch, signals.memory_bytes, signals.budget_bytes, signals.free_bytes)
     seen = state.seen.with_reading(reading)
-    batch, reason = rungs.next_rung(reading, seen, rules, state.noise.scale)
+    batch, reason = rungs.next_rung(reading, seen, rules, signals.rate_share)
     return replace(state, seen=seen, batch=batch), reason
 
 

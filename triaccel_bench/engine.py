@@ -58,6 +58,7 @@ class Engine:
 
     Attributes:
         captured: the captured steps and evaluations.
+        schedule: eta_0(t), before what batch size and layers make of it.
         updates_in_backward: whether weights are updated within the backward pass.
         on_phase: told "begin", and when "data", "forward", "backward" and "update" are over, of steps that run eagerly.
     """
@@ -78,16 +79,15 @@ class Engine:
     ) -> None:
         self.network = network
         self._source = source
+        self.schedule = schedule
         self._kernels = kernels
         self._normalise = method.precision.normalise_by_batch
         self._initial_batch = method.batch.initial
         self._parameters, layer_of = _ordered_parameters(network)
         device = self._parameters[0].device
         layers = len(network.layers)
-        self._measures_noise = method.batch.elastic and method.batch.growth == "noise"
-        self._momentum, self._weight_decay = optimizer.momentum, optimizer.weight_decay
         self._narrows_momentum = method.update.momentum_dtype == "bf16"
-        self._track = method.precision.adaptive or self._measures_noise
+        self._track = method.precision.adaptive
         models.use_kernels(network, kernels)
         statistics = method.precision.beta, self._track
         rule = optimizer.momentum, optimizer.weight_decay
@@ -323,23 +323,7 @@ class Engine:
 
         The call that is returned waits for it, but for no step that is begun in between.
         """
-        return start_reading(self.scalars, self.moments if self._track else None, self._momentum_square())
-
-    @torch.no_grad()
-    def _momentum_square(self) -> Tensor | None:
-        """|(1 - mu) m|^2 over the layers' weights without weight decay's part, for ``batch.growth=noise``.
-
-        a = (1 - mu) m averages g + wd w, so that of g alone it is |a|^2 - 2 wd <a, w> + wd^2 |w|^2.
-        """
-        if not self._measures_noise:
-            return None
-        layers, share, decay = len(self.network.layers), 1 - self._momentum, self._weight_decay
-        momenta, weights = self.sgd.momenta[:layers], [weight.detach() for weight in self._parameters[:layers]]
-        of_momenta, of_weights = (
-            torch.stack(torch._foreach_norm(tensors, 2, torch.float32)).square().sum() for tensors in (momenta, weights)
-        )
-        products = torch.stack([(momentum * weight).sum() for momentum, weight in zip(momenta, weights, strict=True)])
-        return share**2 * of_momenta - 2 * decay * share * products.sum() + decay**2 * of_weights
+        return start_reading(self.scalars, self.moments if self._track else None)
 
     def read(self) -> Reading:
         """``start_reading``, and the wait for it."""

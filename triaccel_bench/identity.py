@@ -42,19 +42,16 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
     tree["model"] = dict(tree["model"])
     method = tree["method"] = dict(tree["method"])
     adaptive, elastic = method["precision"]["adaptive"], method["batch"]["elastic"]
-    promotion = method["curvature"]["promotion"]
-    probes = method["curvature"]["rates"] or promotion
+    rates, promotion = (method["curvature"][switch] for switch in ("rates", "promotion"))
+    probes = rates or promotion
     if not adaptive:
-        # The statistics that growth=noise reads are smoothed and scaled as the plan's are.
-        noise = elastic and method["batch"].get("growth") == "noise"
-        read = ("bf16_substitute", "cpu_executes", *(("beta", "normalise_by_batch") if noise else ()))
-        method["precision"] = {key: method["precision"][key] for key in read}
+        method["precision"] = {key: method["precision"][key] for key in ("bf16_substitute", "cpu_executes")}
     if not probes:
         del method["curvature"]
+    elif not (rates and promotion):
+        method["curvature"] = _without(method["curvature"], "tau_curv" if rates else "alpha")
     if not elastic:
         method["batch"] = {"initial": method["batch"]["initial"]}
-    elif method["batch"].get("growth") != "noise":
-        method["batch"] = _without(method["batch"], "noise_share")
     if "update" in method and not adaptive and method["dtype"] == "fp32":
         # All layers run FP32, unless promotion lifts them: there is nothing wider.
         method["update"] = _without(method["update"], "momentum_dtype")

@@ -157,7 +157,6 @@ def decision_trace(
     step: int, in_force_after: int, signals: Signals, before: Decision, after: Decision
 ) -> DecisionTrace:
     """All that one control step saw, as it saw it, and what it decided."""
-    squares = signals.squares
     return DecisionTrace(
         step=step,
         in_force_after=in_force_after,
@@ -176,9 +175,7 @@ def decision_trace(
         rate_scale=list(after.rates),
         plan_changed=after.plan_changed,
         capture_share=signals.capture_share,
-        gradient_square=None if squares is None else squares.step,
-        momentum_square=None if squares is None else squares.momentum,
-        noise_scale=after.noise_scale,
+        rate_share=signals.rate_share,
     )
 
 

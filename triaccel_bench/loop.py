@@ -76,10 +76,10 @@ class TriAccel:
                 f"{update.momentum_dtype}: expected false and fp32 in a loop of your own, whose optimizer updates its "
                 "way; leave them out"
             )
-        if self.settings.batch.elastic and self.settings.batch.growth == "noise":
+        if self.settings.batch.elastic and self.settings.batch.growth == "schedule":
             raise SettingsError(
-                "method.batch.growth=noise: expected paper or model in a loop of your own, whose optimizer's momentum "
-                "is not read; set method.batch.growth=model"
+                "method.batch.growth=schedule: expected paper or model in a loop of your own, whose learning-rate "
+                "schedule is not read; set method.batch.growth=model"
             )
         if asked := settings.model.checkpointing:
             raise SettingsError(

@@ -18,7 +18,6 @@ from torch import Tensor
 from triaccel_bench import control, curvature, precision, resumption
 from triaccel_bench.hardware import Hardware, executed_dtype
 from triaccel_bench.models import Network
-from triaccel_bench.noise import Squares
 from triaccel_bench.paper import printed_vram_bytes
 from triaccel_bench.probe import LayerCurvature, Probe
 from triaccel_bench.records import StartTrace
@@ -30,7 +29,7 @@ class Method:
     """The controller of one run: its state, its curvature estimator, and the current decision.
 
     Args:
-        momentum, samples: the optimizer's, and how many samples are trained on, for ``batch.growth=noise``.
+        samples: how many are trained on.
     """
 
     def __init__(
@@ -39,18 +38,15 @@ class Method:
         network: Network,
         hardware: Hardware,
         seed: int,
-        momentum: float = 0.0,
         samples: int = MAX_COUNT,
     ) -> None:
         self.settings = settings = control.within(settings, samples)
         self._network = network
-        self._momentum_steps, self._samples = (1 + momentum) / (1 - momentum), samples
         self._executed_of = lambda requested: executed_dtype(requested, hardware, settings.precision)
         self.decision, self.state = control.start(len(network.layers), settings, self._executed_of)
         self.start = StartTrace(
             rules=settings.model_dump(mode="json"),
             executes={level: self._executed_of(level) for level in control.LEVELS},
-            momentum_steps=self._momentum_steps,
             samples=samples,
         )
         self.curvature: dict[str, LayerCurvature] = {}
@@ -118,7 +114,7 @@ class Method:
         budget_bytes: int | None,
         free_bytes: int | None,
         capture_share: float | None = None,
-        momentum_square: float | None = None,
+        rate_share: float | None = None,
     ) -> tuple[control.Signals, control.Decision]:
         """One pass of the unified loop (section 3.4) over the newest signals."""
         signals = control.Signals(
@@ -129,20 +125,10 @@ class Method:
             budget_bytes,
             free_bytes,
             capture_share,
-            self._squares(variance, momentum_square),
+            rate_share,
         )
         self.decision, self.state = control.decide(signals, self.state, self.settings, self._executed_of)
         return signals, self.decision
-
-    def _squares(self, variance: tuple[float, ...] | None, momentum_square: float | None) -> Squares | None:
-        if variance is None or momentum_square is None:
-            return None
-        # A layer's mean is all but zero beside the spread of its elements.
-        sizes = (layer.weight.numel() for layer in self._network.layers.values())
-        square = sum(size * value for size, value in zip(sizes, variance, strict=True))
-        if self.settings.precision.normalise_by_batch:
-            square *= self.settings.batch.initial / self.state.batch
-        return Squares(square, momentum_square, self._momentum_steps, self._samples)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the controller and its estimator stand."""

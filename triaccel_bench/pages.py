@@ -310,8 +310,8 @@ def decisions(page: RunPage, most: int) -> Table | None:
 
 
 _DECISION = (
-    "Step", "Epoch", "Changed", "Batch", "Memory of budget (%)", "Noise scale", "Asked for", "Executed", "Promoted",
-    "Least rate scale", "Why this batch",
+    "Step", "Epoch", "Changed", "Batch", "Memory of budget (%)", "Rate of peak (%)", "Asked for", "Executed",
+    "Promoted", "Least rate scale", "Why this batch",
 )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ def _decision(event: DecisionTrace, before: DecisionTrace | None) -> dict[str, s
         "Changed": ", ".join(changed),
         "Batch": f"{event.batch_before} → {event.batch_after}" if moved else str(event.batch_after),
         "Memory of budget (%)": f"{100 * event.memory_bytes / event.budget_bytes:.1f}" if share else "",
-        "Noise scale": "" if event.noise_scale is None else f"{event.noise_scale:.4g}",
+        "Rate of peak (%)": "" if event.rate_share is None else f"{100 * event.rate_share:.1f}",
         "Asked for": layer_mix([Counter(event.requested)]),
         "Executed": layer_mix([Counter(event.executed)]),
         "Promoted": str(sum(event.promoted) or ""),

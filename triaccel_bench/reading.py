@@ -31,27 +31,20 @@ class Reading:
     loss_scale: float
     variance: tuple[float, ...] | None
     """v_l(t), the EMA over applied steps; ``None`` before the first one or without statistics."""
-    momentum_square: float | None = None
-    """|(1 - mu) m|^2 over the layers' weights, without weight decay's part, where it was asked for."""
 
 
-def start_reading(
-    scalars: StepScalars, moments: GradientMoments | None, momentum_square: Tensor | None = None
-) -> Callable[[], Reading]:
+def start_reading(scalars: StepScalars, moments: GradientMoments | None) -> Callable[[], Reading]:
     """Begin to read everything as of now; the call that is returned waits for it, but for nothing begun since.
 
     Args:
         moments: ``None`` where there are no statistics.
-        momentum_square: a scalar on the device, or ``None``.
     """
     parts = [scalars.counters, scalars.learning_rate[None].double(), scalars.loss_scale[None].double()]
-    if momentum_square is not None:
-        parts.append(momentum_square[None].double())
     if moments is not None:
         parts += [moments.updates.double(), moments.ema.double()]
     values = torch.cat(parts)
     if not values.is_cuda:
-        return partial(_reading_of, values, momentum_square is not None)
+        return partial(_reading_of, values)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     copied = torch.cuda.Event()
@@ -59,22 +52,20 @@ def start_reading(
 
     def finish() -> Reading:
         copied.synchronize()
-        return _reading_of(host, momentum_square is not None)
+        return _reading_of(host)
 
     return finish
 
 
-def _reading_of(host: Tensor, with_momentum: bool) -> Reading:
+def _reading_of(host: Tensor) -> Reading:
     values = host.tolist()
     counters = dict(zip(COUNTERS, values, strict=False))
     loss_sum = counters.pop("loss_sum")
     learning_rate, loss_scale, *statistics = values[len(COUNTERS) :]
-    momentum_square = statistics.pop(0) if with_momentum else None
     return Reading(
         loss_sum=loss_sum,
         **{name: int(value) for name, value in counters.items()},
         learning_rate=learning_rate,
         loss_scale=loss_scale,
         variance=tuple(statistics[1:]) if statistics and statistics[0] > 0 else None,
-        momentum_square=momentum_square,
     )

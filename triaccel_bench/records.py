@@ -260,20 +260,19 @@ def planned_run(settings: dict[str, Any], seed: int, cell: str, results_version:
     )
 
 
-class StartTrace(_Record):
+class StartTrace(_Record, extra="ignore"):
     """What every decision of a run rests on beside its signals."""
 
     rules: dict[str, Any]
     """``MethodSettings`` in force, as JSON has them: those of the run's record, with B within the training samples."""
     executes: dict[str, str]
     """The dtype that the device runs for each that may be requested."""
-    momentum_steps: float
     samples: int
-    """Of ``noise.Squares``: by how much momentum's average enlarges a batch, and the training samples."""
+    """How many are trained on."""
 
 
-class DecisionTrace(_Record):
-    """What one control step saw and decided. Lists follow ``Trace.layers``."""
+class DecisionTrace(_Record, extra="ignore"):
+    """What one control step saw and decided. Lists follow ``Trace.layers``; what earlier versions told is left out."""
 
     step: int
     """The last one that the signals are of."""
@@ -295,11 +294,8 @@ class DecisionTrace(_Record):
     plan_changed: bool
     capture_share: Signal | None = None
     """Share of training time spent on capturing, with one more plan; None where nothing is captured."""
-    gradient_square: Signal | None = None
-    momentum_square: Signal | None = None
-    """Of ``noise.Squares``; None unless ``batch.growth=noise``."""
-    noise_scale: Signal | None = None
-    """The gradient's, in samples; None while that is not known, and unless ``batch.growth=noise``."""
+    rate_share: Signal | None = None
+    """eta_0(t) over its peak, 1 during warm-up; None: recorded before this was."""
 
 
 class BackOffTrace(_Record):

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 from triaccel_bench import control
 from triaccel_bench.identity import flat
-from triaccel_bench.noise import Squares
 from triaccel_bench.recording import tells_its_start
 from triaccel_bench.records import (
     RUN_FILE,
@@ -73,7 +72,7 @@ def mismatches(run: RunRecord, trace: Trace) -> Iterator[Mismatch]:
             yield from _compared(event.in_force_after, event.model_dump(), derived, "back-off: ", trace.layers)
             continue
         try:
-            decision, state = control.decide(_signals(event, start), state, rules, executed_of)
+            decision, state = control.decide(_signals(event), state, rules, executed_of)
         except (TypeError, ValueError):
             raise NotReplayable(f"the signals of step {event.step} are not one of each layer") from None
         derived = before | {
@@ -84,7 +83,6 @@ def mismatches(run: RunRecord, trace: Trace) -> Iterator[Mismatch]:
             "promoted": decision.promoted,
             "rate_scale": decision.rates,
             "plan_changed": decision.plan_changed,
-            "noise_scale": decision.noise_scale,
         }
         yield from _compared(event.step, event.model_dump(), derived, "", trace.layers)
     if run.layers:
@@ -110,10 +108,7 @@ def _rules(section: dict[str, Any], what: str) -> MethodSettings:
         raise NotReplayable(f"{what} are not this version's ({where}: {first['msg']})") from None
 
 
-def _signals(seen: DecisionTrace, start: StartTrace) -> control.Signals:
-    squares = None
-    if seen.gradient_square is not None and seen.momentum_square is not None:
-        squares = Squares(seen.gradient_square, seen.momentum_square, start.momentum_steps, start.samples)
+def _signals(seen: DecisionTrace) -> control.Signals:
     return control.Signals(
         epoch=seen.epoch,
         variance=None if seen.variance is None else tuple(seen.variance),
@@ -122,7 +117,7 @@ def _signals(seen: DecisionTrace, start: StartTrace) -> control.Signals:
         budget_bytes=seen.budget_bytes,
         free_bytes=seen.free_bytes,
         capture_share=seen.capture_share,
-        squares=squares,
+        rate_share=seen.rate_share,
     )
 
 

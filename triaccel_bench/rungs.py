@@ -3,9 +3,11 @@
 ``batch.growth=paper`` moves B by one rung, down above rho_high of MemMax and up below rho_low. ``batch.growth=model``
 fits ``peak(B) = fixed + slope B`` to the rungs seen under the executed plan in force and goes straight to the highest
 rung that it puts at rho_high or below; without a line yet, to the highest at which usage in proportion to B, which is
-more than any line says, would still be. ``batch.growth=noise`` does so too, but climbs no further than a share of the
-gradient noise scale, beyond which a step gains less than its samples cost, and to twice B at most (or by one rung),
-which is as far as a reading at B can be trusted. None climbs where the device lacks the memory, whoever holds it.
+more than any line says, would still be. ``batch.growth=schedule`` does so too, but no further than the learning rate
+has been annealed: up to ``B0 eta_peak / eta_0(t)``. Then eta_0 / B, by which SGD scatters, follows the schedule however
+B grows, and with ``batch.lr_rule=linear`` the rate in force never exceeds the peak chosen at B0 (Smith et al., "Don't
+Decay the Learning Rate, Increase the Batch Size", 2018). As every size has to be captured, growth waits until it may be
+by half of B. None climbs where the device lacks the memory, whoever holds it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from triaccel_bench.settings import BatchSettings
 
 RETRIED_BELOW = 0.98
 """Share of rho_high that a rung seen above rho_high must be predicted at before it is tried again."""
+
+WORTH_A_CAPTURE = 1.5
+"""By what factor ``batch.growth=schedule`` must let B grow before it does."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +70,10 @@ class Seen:
         return found if found.slope > 0 else None
 
 
-def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, noise_scale: float | None = None) -> tuple[int, str]:
+def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, rate_share: float | None = None) -> tuple[int, str]:
     """B(t+1), and the reason in words; ``seen`` holds the reading already.
 
-    ``noise_scale`` is the gradient's, in samples, for ``growth=noise``; ``None``: not known yet.
+    ``rate_share`` is eta_0(t) over its peak, which ``growth=schedule`` goes by; ``None``: at its peak.
     """
     share, batch = reading.share, reading.batch
     if share > rules.rho_high:
@@ -84,13 +89,11 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, noise_scale: f
     below = f"{share:.3f} of MemMax is below {rules.rho_low}"
     if min(rules.max, batch + rules.up) == batch:
         return batch, f"hold: {below}, but batch.max={rules.max}"
-    if rules.growth == "noise":
-        highest = _worth_its_samples(batch, rules, noise_scale)
+    if rules.growth == "schedule":
+        annealed = 1.0 if rate_share is None else rate_share
+        highest = _annealed(batch, rules, annealed)
         if highest == batch:
-            if noise_scale is None:
-                return batch, f"hold: {below}, but no gradient stands out of the noise yet"
-            worth = f"batch.noise_share={rules.noise_share} of a gradient noise scale of {noise_scale:.0f}"
-            return batch, f"hold: {below}, but {worth} is no larger batch"
+            return batch, f"hold: {below}, but a learning rate at {annealed:.3f} of its peak is no larger batch yet"
         rules = rules.model_copy(update={"max": highest})
     if rules.growth == "paper":
         return _one_rung_up(reading, seen, rules, below)
@@ -99,14 +102,13 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, noise_scale: f
     return _highest_rung(reading, seen, rules, below)
 
 
-def _worth_its_samples(batch: int, rules: BatchSettings, noise_scale: float | None) -> int:
-    """The highest rung from ``batch`` on that is no larger than its share of the gradient noise scale, nor than 2 B."""
-    if noise_scale is None:
-        return batch
-    limit = min(rules.noise_share * noise_scale, max(2 * batch, batch + rules.up))
+def _annealed(batch: int, rules: BatchSettings, rate_share: float) -> int:
+    """The highest rung from ``batch`` on up to B0 over ``rate_share``; ``batch`` until that is worth a capture."""
+    limit = rules.initial / rate_share if rate_share > 0 else math.inf
     if limit >= rules.max:
         return rules.max
-    return batch + rules.up * max(0, math.floor((limit - batch) / rules.up))
+    rung = batch + rules.up * max(0, math.floor((limit - batch) / rules.up))
+    return rung if rung >= WORTH_A_CAPTURE * batch else batch
 
 
 def predicted_peak(reading: Reading, seen: Seen, batch: int) -> float | None:

@@ -28,6 +28,11 @@ class Schedule:
         cosine = 0.5 * (1.0 + torch.cos(math.pi * progress.clamp(0.0, 1.0)))
         return (self.base_lr * torch.where(position < self.warmup_samples, warm, cosine)).float()
 
+    def share_of_peak(self, samples: int) -> float:
+        """How far the cosine has let the rate fall after ``samples`` applied ones, from 1 to 0; 1 during warm-up."""
+        progress = (samples - self.warmup_samples) / max(self.total_samples - self.warmup_samples, 1)
+        return 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+
 
 def make_schedule(base_lr: float, epochs: int, warmup_epochs: int, samples_per_epoch: int) -> Schedule:
     """Warm-up lasts ``warmup_epochs``, or ``epochs // 4`` where that is shorter."""

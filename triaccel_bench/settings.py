@@ -7,7 +7,6 @@ Every field's meaning, unit and paper section stand beside its default in ``conf
 
 from __future__ import annotations
 
-import math
 import os
 from typing import Annotated, Literal
 
@@ -119,8 +118,7 @@ class BatchSettings(_Section):
     down: PositiveInt
     rho_low: Fraction
     rho_high: Fraction
-    growth: Literal["paper", "model", "noise"]
-    noise_share: PositiveFloat
+    growth: Literal["paper", "model", "schedule"]
     lr_rule: Literal["none", "sqrt", "linear"]
 
 
@@ -300,15 +298,6 @@ class Settings(_Section):
                 "dataset.evaluate_on=validation and dataset.validation_fraction=0: expected a fraction above 0; "
                 "set dataset.validation_fraction=0.1, or dataset.evaluate_on=test"
             )
-        if self.method.batch.elastic and self.method.batch.growth == "noise":
-            momentum, interval = self.optimizer.momentum, self.method.control.interval
-            if momentum == 0 or interval * (1 - momentum) < 2 - 1e-9:
-                least = "" if momentum == 0 else f" = {math.ceil(2 / (1 - momentum) - 1e-9)}"
-                raise ValueError(
-                    f"method.batch.growth=noise, optimizer.momentum={momentum} and method.control.interval={interval}: "
-                    f"expected momentum above 0 and an interval of at least 2 / (1 - momentum){least}, over which its "
-                    "average tells gradient from noise; set that, or method.batch.growth=model"
-                )
         if self.runner.max_minutes is not None and not self.results.resume:
             raise ValueError(
                 f"runner.max_minutes={self.runner.max_minutes:g} and results.resume=false: expected checkpoints to "

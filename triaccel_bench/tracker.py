@@ -139,7 +139,7 @@ def decision_scalars(decision: DecisionTrace) -> Scalars:
     yield "control/batch", decision.batch_after
     yield "control/memory (GB)", _gb(decision.memory_bytes)
     yield "control/rate scale, least", min(decision.rate_scale, default=None)
-    yield "control/noise scale", decision.noise_scale
+    yield "control/rate, of its peak", decision.rate_share
     yield "control/plan changed", float(decision.plan_changed)
     yield "control/layers promoted", sum(decision.promoted)
     yield from _layers("control/layers", Counter(decision.executed))

@@ -351,7 +351,8 @@ class Trainer:
             free_bytes = self.anatomy.headroom_bytes(memory_bytes, cap_bytes, self._probe_pool_bytes)
         before = self.method.decision
         capturing = self.engine.captured.share(self.training_seconds)
-        seen = reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing, reading.momentum_square
+        rate_share = self.engine.schedule.share_of_peak(reading.samples_applied)
+        seen = reading.variance, memory_bytes, self.budget_bytes, free_bytes, capturing, rate_share
         signals, decision = self.method.decide(so_far.number, *seen)
         self._put_in_force(before, decision)
         self._record_next = True
