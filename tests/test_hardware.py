@@ -172,9 +172,10 @@ def test_a_device_that_is_not_there_is_refused(machine, monkeypatch):
         inspect("cuda", "auto")
 
 
-def test_a_card_that_does_not_start_is_refused_without_a_traceback(machine, monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, torch.cuda.DeferredCudaCallError])
+def test_a_card_that_does_not_start_is_refused_without_a_traceback(machine, monkeypatch, kind):
     def fail(index: int):
-        raise RuntimeError("CUDA error: device busy\nCompile with TORCH_USE_CUDA_DSA")
+        raise kind("CUDA error: device busy\nCompile with TORCH_USE_CUDA_DSA")
 
     machine(T4)
     monkeypatch.setattr(hardware, "cuda_properties", fail)

@@ -42,7 +42,8 @@ A100, H200 = Card("NVIDIA A100-SXM4-40GB", 8, 0, 42 * GB), Card("NVIDIA H200", 9
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if not torch.cuda.is_available():
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)  # CUDA, once it runs, goes by what it found there
     return tmp_path
 
 

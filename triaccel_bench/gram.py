@@ -301,13 +301,8 @@ def _plan(case: _Case, itemsize: int, way: Way | None, limit: int) -> Plan:
         # Gradients exist twice while those of a few samples are joined.
         gradient *= 2
         samples = shared * _even(n // shared, (limit - fixed - n * gradient) // (shared * windows))
-    return Plan(
-        way,
-        chunk,
-        samples,
-        direct_cost,
-        chunk * (samples * windows + n * gradient) + whole + fixed + repeated,
-    )
+    temporary = chunk * (samples * windows + n * gradient) + whole + fixed + repeated
+    return Plan(way, chunk, samples, direct_cost, temporary)
 
 
 def _even(count: int, most: int) -> int:

@@ -75,7 +75,7 @@ def inspect(device: str, kernels: str) -> Hardware:
         raise DeviceError(_no_such_device(device, cuda_device_count()))
     try:
         properties = cuda_properties(index)
-    except RuntimeError as error:
+    except (RuntimeError, torch.cuda.DeferredCudaCallError) as error:
         raise DeviceError(f"device={device}: CUDA does not start ({_one_line(error)}); use device=cpu") from None
     name, capability = properties.name, (properties.major, properties.minor)
     _require_runnable(name, capability, cuda_arch_list())
