@@ -288,22 +288,24 @@ class FusedSGD:
         Raises:
             ValueError: there is not one for each parameter, or one is not as its parameter.
         """
-        self._windows = [None] * len(copies) if windows is None else list(windows)
-        if not len(copies) == len(self._windows) == len(self._params):
+        windows = [None] * len(copies) if windows is None else list(windows)
+        if not len(copies) == len(windows) == len(self._params):
             raise ValueError(
-                f"copies and windows: expected {len(self._params)}, got {len(copies)} and {len(self._windows)}; "
+                f"copies and windows: expected {len(self._params)}, got {len(copies)} and {len(windows)}; "
                 "pass one or None for every parameter"
             )
-        parts = [param if window is None else param[window] for param, window in zip(self._params, self._windows)]
-        for index, (part, copy, window) in enumerate(zip(parts, copies, self._windows)):
+        parts = [param if window is None else param[window] for param, window in zip(self._params, windows)]
+        for index, (part, copy, window) in enumerate(zip(parts, copies, windows)):
             if copy is not None and not _is_copy(part, copy, window is not None):
                 raise ValueError(
                     f"copy {index}: expected torch.float16 or torch.bfloat16 of shape {tuple(part.shape)} with "
-                    f"strides {part.stride()} on {part.device}, got {copy.dtype} of shape {tuple(copy.shape)} with "
-                    f"strides {copy.stride()} on {copy.device}; make it with param.to(dtype)"
+                    f"strides {part.stride() if window is None else 'of any layout'} on {part.device}, got "
+                    f"{copy.dtype} of shape {tuple(copy.shape)} with strides {copy.stride()} on {copy.device}; "
+                    f"make it with param{'' if window is None else '[window]'}.to(dtype)"
                 )
         plain = [None if copy is None else copy.detach() for copy in copies]
-        self._copies = [copy if window is None else None for copy, window in zip(plain, self._windows)]
+        self._windows = windows
+        self._copies = [copy if window is None else None for copy, window in zip(plain, windows)]
         self._parts = [(part, copy) for part, copy, kept in zip(parts, plain, self._copies) if copy is not kept]
         _write_copies(self._params, self._copies)
         self._write_parts()

@@ -21,7 +21,7 @@ from triaccel_bench.records import RUN_FILE, TRACE_FILE, RunRecord, Trace, read_
 
 SETTLED_DECISIONS = 3
 """Control steps without a change of B that count as settled."""
-BOUNDS = ("batch.min", "batch.max", "predicted", "free")
+BOUNDS = ("batch.min", "batch.max", "predicted", "free", "of its peak")
 """Words of the reasons with which the batch controller states a bound outside the band."""
 
 
@@ -65,11 +65,9 @@ def _precision(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str
         )
 
 
-def _every_switch_is_on(method: dict) -> bool:
-    curvature = method["curvature"]
-    return all(
-        (method["precision"]["adaptive"], method["batch"]["elastic"], curvature["rates"], curvature["promotion"])
-    )
+def _is_a_whole_loop(method: dict) -> bool:
+    """Not an ablation; Tri-Accel+ has no plan that moves."""
+    return method["batch"]["elastic"] and method["curvature"]["rates"]
 
 
 def _executes_fp32_only(method: dict, run: RunRecord) -> bool:
@@ -84,7 +82,7 @@ def _batch(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str, bo
         yield "static batch stayed static", set(sizes) == {batch["initial"]}, f"B in {sorted(set(sizes))}"
         return
     yield "B changed", len(set(sizes)) > 1, f"B {' '.join(map(str, _runs(sizes)))}"
-    if not _every_switch_is_on(method):
+    if not _is_a_whole_loop(method):
         return
     tail = trace.decisions[-SETTLED_DECISIONS:]
     last = tail[-1]
@@ -103,7 +101,7 @@ def _curvature(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str
     curvature = method["curvature"]
     rates = [rate for d in trace.decisions for rate in d.rate_scale]
     promoted = sum(any(d.promoted) for d in trace.decisions)
-    whole = _every_switch_is_on(method)
+    whole = _is_a_whole_loop(method)
     if whole:
         found = [layer for layer in run.layers if layer.eigenvalues and math.isfinite(layer.eigenvalues[0])]
         yield (
@@ -117,7 +115,7 @@ def _curvature(method: dict, run: RunRecord, trace: Trace) -> Iterator[tuple[str
         yield "the smallest rate scale is below 1", 0 < min(rates) < 1, f"{min(rates):.4f}"
     else:
         yield "static rates stayed static", set(rates) == {1.0}, f"rates in [{min(rates)}, {max(rates)}]"
-    if whole:
+    if whole and curvature["promotion"]:
         yield "a layer was promoted", promoted > 0, f"at {promoted} of {len(trace.decisions)} control steps"
     elif not curvature["promotion"]:
         yield "no layer was promoted", promoted == 0, f"at {promoted} control steps"

@@ -485,7 +485,7 @@ def test_steps_with_copies_of_live_taps_alone_are_the_same_steps(in_backward, mo
     trained = []
     for sizes in (None, image_sizes(settings("model=resnet8").model.model_copy(update={"input_size": 4}))):
         update = f"method.update.in_backward={str(in_backward).lower()}"
-        made = engine(update, plan=["bf16"] * 10, image_sizes=sizes)
+        made = engine(update, "method.precision.adaptive=true", plan=["bf16"] * 10, image_sizes=sizes)
         generator = torch.Generator().manual_seed(0)
         for _ in range(3):
             made.step(torch.randn(8, 3, 4, 4, generator=generator), torch.arange(8))
@@ -495,6 +495,7 @@ def test_steps_with_copies_of_live_taps_alone_are_the_same_steps(in_backward, mo
     for ours, theirs in zip(parts.state_dict()["model"].values(), plain.state_dict()["model"].values(), strict=True):
         assert torch.equal(ours, theirs)
     assert all(map(torch.equal, parts.sgd.momenta, plain.sgd.momenta))
+    assert parts.read().variance == plain.read().variance is not None, "the variance is of all taps"
 
 
 def train_on_card(made: Engine, steps: int = 6, size: int = 16) -> list[str]:

@@ -442,10 +442,14 @@ def test_a_copy_of_a_part_takes_that_parts_gradient_and_all_of_its_parameter_mov
     made.set_copies([None, None])
     with pytest.raises(ValueError, match="gradient 0: expected torch.float32 with 180 elements"):
         made.step([torch.zeros_like(part.detach()), torch.zeros_like(params[1])], *rest, good)
-    with pytest.raises(ValueError, match=r"copy 0: expected torch.float16 or .* shape \(5, 4, 1, 2\)"):
+    made.set_copies([part, None], [CENTRE, None])
+    asked = r"copy 0: expected torch.float16 or .* shape \(5, 4, 1, 2\) with strides of any layout .*param\[window\].to"
+    with pytest.raises(ValueError, match=asked):
         made.set_copies([params[0].to(dtype), None], [CENTRE, None])
     with pytest.raises(ValueError, match="copies and windows: expected 2, got 2 and 1"):
         made.set_copies([None, None], [None])
+    # What is refused changes nothing.
+    made.step([torch.zeros_like(part.detach()), torch.zeros_like(params[1])], *rest, good)
 
 
 @on_every_backend

@@ -23,7 +23,6 @@ from triaccel_bench.settings import SettingsError
 REFERENCE = Path(__file__).resolve().parent.parent / "results" / "reference" / "h200"
 OWN = ["epochs=3", "evaluation.batch=16"]
 """What of ``BASE`` is no setting of the method."""
-OF_THE_OPTIMIZER = [override for override in RUNS["triaccel_plus"] if not override.startswith("method")]
 MOVES = {
     "plan": lambda d: d.plan_changed,
     "rates": lambda d: min(d.rate_scale) < 1,
@@ -77,9 +76,7 @@ def test_the_weights_are_the_recorded_runs_bit_for_bit(tmp_path, case):
         assert any(map(MOVES[name], original.trace.decisions)), f"a run whose {name} never moves shows nothing"
     assert len(original.trace.back_offs) == len(without_memory)
 
-    made, followed = train(
-        following(tmp_path / "run", *(OF_THE_OPTIMIZER if case == "triaccel_plus" else ())), tmp_path / "followed"
-    )
+    made, followed = train(following(tmp_path / "run"), tmp_path / "followed")
     assert same(original, made)
     assert all(torch.equal(a, b) for a, b in zip(original.engine.sgd.momenta, made.engine.sgd.momenta, strict=True))
     for theirs, ours in zip(run.epochs, followed.epochs, strict=True):

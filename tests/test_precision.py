@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+import tiny
 import torch
 from torch.nn import functional
 
@@ -246,6 +247,15 @@ def test_copies_of_a_cpu_and_of_images_that_are_not_known_hold_all_taps(monkeypa
     assert not any(WeightCopies(network, parameters, image_sizes(compose(["model=resnet18"]).model)).windows)
     monkeypatch.setattr(precision, "keeps_torchs_sums", lambda tensor: False)
     assert not any(WeightCopies(network, parameters).windows)
+
+
+@pytest.mark.parametrize("name, layers", [("resnet18", 4), ("efficientnet_b0", 0)])
+def test_a_run_of_16_bit_leaves_them_out_of_its_copies(name, layers, monkeypatch):
+    """EfficientNet's kernels over one pixel are depthwise."""
+    monkeypatch.setattr(precision, "keeps_torchs_sums", lambda tensor: False)
+    chosen = tiny.settings(f"model={name}", "model.input_size=32", "dataset.image_size=32", "method=amp")
+    made, _ = tiny.trainer(chosen, tiny.images(side=32))
+    assert sum(window is not None for window in made.engine._copies.windows) == layers
 
 
 def test_a_convolution_with_some_taps_refuses_an_image_that_meets_others(monkeypatch):

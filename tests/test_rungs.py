@@ -177,7 +177,17 @@ def test_the_batch_grows_as_far_as_the_rate_has_been_annealed(share, batch, expe
     found, words = next_rung(Reading(batch, 10 * batch, 10**6), two_rungs(batch), SCHEDULE, share)
     assert found == expected
     if expected == batch and batch < 1024:
-        assert f"a learning rate at {share or 1.0:.3f} of its peak is no larger batch yet" in words
+        assert f"a learning rate at {share or 1.0:.3f} of its peak allows no half of B more yet" in words
+
+
+def test_sizes_that_were_run_and_b0_wait_for_no_half_more():
+    shrunk = Seen(peaks={352: 3520, 384: 3840})
+    assert next_rung(Reading(352, 3520, 10**6), shrunk, SCHEDULE, 0.22)[0] == 384
+    assert next_rung(Reading(352, 3520, 10**6), shrunk, SCHEDULE, 0.26)[0] == 352, "384 is beyond the rate by then"
+    assert next_rung(Reading(352, 3520, 10**6), two_rungs(352), SCHEDULE, 0.22)[0] == 352, "384 was never run"
+    below = SCHEDULE.model_copy(update={"min": 16})
+    assert next_rung(Reading(80, 800, 10**6), two_rungs(80), below, 1.0)[0] == 96
+    assert next_rung(Reading(48, 480, 10**6), Seen(peaks={96: 960, 48: 480}), below, 1.0)[0] == 80
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.37, 0.2, 0.13])

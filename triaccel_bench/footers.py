@@ -159,7 +159,7 @@ def _schedule(cell: Cell) -> str:
     told = f"nothing was read or decided; it followed schedule {replay['schedule']}, recorded in {replay['run']}"
     if replay["shuffle"] is None:
         return told
-    return f"{told}, with the layers' plans and rates permuted among them (replay.seed={replay['seed']})"
+    return f"{told}, with the layers' dtypes and rates permuted among them (replay.seed={replay['seed']})"
 
 
 def _has_controller(cell: Cell) -> bool:

@@ -34,7 +34,7 @@ Way = Literal["positions", "direct"]
 LIMIT_BYTES = 16 * 2**20
 """Temporary memory of one layer, beside a copy of ``dy``: small beside the activations of a training step."""
 
-SHORTEST_PART, PARTIAL_ELEMENTS = 256, 2**18
+SHORTEST_PART, PARTIAL_ELEMENTS, STEM_CHANNELS = 256, 2**18, 4
 """Long rows are multiplied in parts, at least so long and of so many results in all: an N x N result is one tile."""
 
 
@@ -90,7 +90,7 @@ def gram(layer: nn.Module, x: Tensor, dy: Tensor, way: Way | None = None, limit:
         return torch.zeros(case.samples, case.samples, dtype=dtype, device=x.device)
     if isinstance(layer, nn.Linear):
         x, dy = _as_images(x), _as_images(dy)
-    if case.by_channel(chosen.way) and case.sent(dtype.itemsize) <= limit:
+    if case.by_channel(chosen.way) and not case.sent_in_parts(dtype.itemsize, limit):
         # Once for all chunks. Of several gradients a sample, channels are to lie beside one another in every chunk.
         dy = dy.to(dtype, memory_format=torch.preserve_format if case.repeats == 1 else torch.contiguous_format)
     elif not case.by_channel(chosen.way) and case.repeats > 1:
@@ -214,6 +214,10 @@ class _Case:
         """Bytes of one group's ``dy``."""
         return itemsize * self.samples * self.outputs * self.positions
 
+    def sent_in_parts(self, itemsize: int, limit: int) -> bool:
+        """Whether ``dy`` is converted a few samples at a time, and so for every channel anew: of the stem alone."""
+        return self.inputs <= STEM_CHANNELS and self.sent(itemsize) > limit
+
     def by_channel(self, way: Way) -> bool:
         """Whether chunks are of input channels, all under one ``dy``, and not of groups."""
         return way == "direct" and self.groups == 1
@@ -291,8 +295,7 @@ def _plan(case: _Case, itemsize: int, way: Way | None, limit: int) -> Plan:
     windows = itemsize * (image + outputs * spots * case.taps) if case.depthwise else width * channel
     windows = -(-windows // shared)
     whole = case.groups * sent
-    if case.by_channel(way) and sent > limit:
-        # Converted a few samples at a time, together with what they read.
+    if case.by_channel(way) and case.sent_in_parts(itemsize, limit):
         windows, whole = windows + itemsize * outputs * spots, 0
     gradient = itemsize * outputs * width * case.taps
     fixed = itemsize * max(PARTIAL_ELEMENTS, n * n) + 3 * result

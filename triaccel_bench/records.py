@@ -12,7 +12,7 @@ import zlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from triaccel_bench.files import write_together
 
@@ -193,7 +193,22 @@ def _with_groups(settings: dict[str, Any]) -> dict[str, Any]:
     for group in ("dataset", "model", "method", "memory"):
         if not isinstance(settings.get(group), dict):
             raise ValueError(f"expected a group {group}, got {settings.get(group)!r}")
-    return settings
+    return settings | {"method": _of_this_version(settings["method"])}
+
+
+def _of_this_version(method: dict[str, Any]) -> dict[str, Any]:
+    """Without a setting that is no more, where it was not read, so that such a run can still be replayed."""
+    batch = method.get("batch")
+    if not isinstance(batch, dict) or batch.get("growth") == "noise":
+        return method
+    return method | {"batch": {key: value for key, value in batch.items() if key != "noise_share"}}
+
+
+def _without(*former: str) -> BeforeValidator:
+    """For a record that earlier versions wrote with these fields."""
+    return BeforeValidator(
+        lambda told: {k: v for k, v in told.items() if k not in former} if isinstance(told, dict) else told
+    )
 
 
 class RunRecord(_Record):
@@ -260,10 +275,10 @@ def planned_run(settings: dict[str, Any], seed: int, cell: str, results_version:
     )
 
 
-class StartTrace(_Record, extra="ignore"):
+class StartTrace(_Record):
     """What every decision of a run rests on beside its signals."""
 
-    rules: dict[str, Any]
+    rules: Annotated[dict[str, Any], AfterValidator(_of_this_version)]
     """``MethodSettings`` in force, as JSON has them: those of the run's record, with B within the training samples."""
     executes: dict[str, str]
     """The dtype that the device runs for each that may be requested."""
@@ -271,8 +286,8 @@ class StartTrace(_Record, extra="ignore"):
     """How many are trained on."""
 
 
-class DecisionTrace(_Record, extra="ignore"):
-    """What one control step saw and decided. Lists follow ``Trace.layers``; what earlier versions told is left out."""
+class DecisionTrace(_Record):
+    """What one control step saw and decided. Lists follow ``Trace.layers``."""
 
     step: int
     """The last one that the signals are of."""
@@ -322,9 +337,11 @@ class ProbeTrace(_Record):
 
 class Trace(_Record):
     layers: list[str]
-    start: StartTrace | None = None
+    start: Annotated[StartTrace, _without("momentum_steps")] | None = None
     """None: recorded before this was, or nothing was decided, since the run followed a recorded schedule."""
-    decisions: list[DecisionTrace] = Field(default_factory=list)
+    decisions: list[Annotated[DecisionTrace, _without("gradient_square", "momentum_square", "noise_scale")]] = Field(
+        default_factory=list
+    )
     back_offs: list[BackOffTrace] = Field(default_factory=list)
     probes: list[ProbeTrace] = Field(default_factory=list)
 

@@ -4,10 +4,10 @@
 fits ``peak(B) = fixed + slope B`` to the rungs seen under the executed plan in force and goes straight to the highest
 rung that it puts at rho_high or below; without a line yet, to the highest at which usage in proportion to B, which is
 more than any line says, would still be. ``batch.growth=schedule`` does so too, but no further than the learning rate
-has been annealed: up to ``B0 eta_peak / eta_0(t)``. Then eta_0 / B, by which SGD scatters, follows the schedule however
-B grows, and with ``batch.lr_rule=linear`` the rate in force never exceeds the peak chosen at B0 (Smith et al., "Don't
-Decay the Learning Rate, Increase the Batch Size", 2018). As every size has to be captured, growth waits until it may be
-by half of B. None climbs where the device lacks the memory, whoever holds it.
+has been annealed: up to ``B0 eta_peak / eta_0(t)``. With ``batch.lr_rule=linear`` the rate in force over B, by which
+SGD scatters, follows the schedule whatever B is, and the rate itself then never exceeds the peak chosen at B0 (Smith et
+al., "Don't Decay the Learning Rate, Increase the Batch Size", 2018). As every size has to be captured, it waits until
+the rate allows half of B more. None climbs where the device lacks the memory, whoever holds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RETRIED_BELOW = 0.98
 """Share of rho_high that a rung seen above rho_high must be predicted at before it is tried again."""
 
 WORTH_A_CAPTURE = 1.5
-"""By what factor ``batch.growth=schedule`` must let B grow before it does."""
+"""By what factor the learning rate must let B grow before ``batch.growth=schedule`` tries a size not run yet."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,10 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, rate_share: fl
     if min(rules.max, batch + rules.up) == batch:
         return batch, f"hold: {below}, but batch.max={rules.max}"
     if rules.growth == "schedule":
-        annealed = 1.0 if rate_share is None else rate_share
-        highest = _annealed(batch, rules, annealed)
+        rate = 1.0 if rate_share is None else rate_share
+        highest = _annealed(batch, rules, seen, rate)
         if highest == batch:
-            return batch, f"hold: {below}, but a learning rate at {annealed:.3f} of its peak is no larger batch yet"
+            return batch, f"hold: {below}, but a learning rate at {rate:.3f} of its peak allows no half of B more yet"
         rules = rules.model_copy(update={"max": highest})
     if rules.growth == "paper":
         return _one_rung_up(reading, seen, rules, below)
@@ -102,13 +102,15 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, rate_share: fl
     return _highest_rung(reading, seen, rules, below)
 
 
-def _annealed(batch: int, rules: BatchSettings, rate_share: float) -> int:
-    """The highest rung from ``batch`` on up to B0 over ``rate_share``; ``batch`` until that is worth a capture."""
+def _annealed(batch: int, rules: BatchSettings, seen: Seen, rate_share: float) -> int:
+    """The highest size from ``batch`` on up to B0 over ``rate_share``, and one not run yet only if far enough."""
     limit = rules.initial / rate_share if rate_share > 0 else math.inf
     if limit >= rules.max:
         return rules.max
     rung = batch + rules.up * max(0, math.floor((limit - batch) / rules.up))
-    return rung if rung >= WORTH_A_CAPTURE * batch else batch
+    if rung >= WORTH_A_CAPTURE * batch:
+        return rung
+    return max((size for size in (rules.initial, *seen.peaks) if batch < size <= limit), default=batch)
 
 
 def predicted_peak(reading: Reading, seen: Seen, batch: int) -> float | None:

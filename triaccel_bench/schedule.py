@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,14 +25,15 @@ class Schedule:
     def __call__(self, position: Tensor) -> Tensor:
         """Learning rate at ``position`` applied samples (0-dim float64 tensor, any device) as float32."""
         warm = position / max(self.warmup_samples, 1)
-        progress = (position - self.warmup_samples) / max(self.total_samples - self.warmup_samples, 1)
-        cosine = 0.5 * (1.0 + torch.cos(math.pi * progress.clamp(0.0, 1.0)))
+        cosine = 0.5 * (1.0 + torch.cos(math.pi * self._progress(position).clamp(0.0, 1.0)))
         return (self.base_lr * torch.where(position < self.warmup_samples, warm, cosine)).float()
 
     def share_of_peak(self, samples: int) -> float:
         """How far the cosine has let the rate fall after ``samples`` applied ones, from 1 to 0; 1 during warm-up."""
-        progress = (samples - self.warmup_samples) / max(self.total_samples - self.warmup_samples, 1)
-        return 0.5 * (1.0 + math.cos(math.pi * min(max(progress, 0.0), 1.0)))
+        return 0.5 * (1.0 + math.cos(math.pi * min(max(self._progress(samples), 0.0), 1.0)))
+
+    def _progress(self, samples: Any) -> Any:
+        return (samples - self.warmup_samples) / max(self.total_samples - self.warmup_samples, 1)
 
 
 def make_schedule(base_lr: float, epochs: int, warmup_epochs: int, samples_per_epoch: int) -> Schedule:

@@ -118,7 +118,7 @@ SAID = {
     MEAN_BATCH: "AMP with Tri-Accel Plus's mean batch from the start, at the rate that its rule gives there",
     EQUAL_TIME: "as many epochs as fit in Tri-Accel Plus's training time",
     FOLLOWED: "its recorded schedule, open loop: nothing is read or decided",
-    SHUFFLED: "that schedule with the layers dealt one another's plans and rates",
+    SHUFFLED: "that schedule with the layers dealt one another's rates (and dtypes, where they differ)",
 }
 
 
