@@ -67,6 +67,19 @@ def test_check_loop_fails_a_loop_that_does_nothing(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().out.count("FAIL") == 7
 
 
+def test_check_loop_asks_tri_accel_plus_what_it_has(tmp_path, monkeypatch):
+    run, trace = record(tmp_path / "run", monkeypatch, "method=triaccel_plus", "epochs=6")
+    found = {what: holds for what, holds, _ in check_loop.checks(run, trace)}
+    assert found["B settled in the band or at a stated bound"] and found["a finite lambda for every layer"]
+    assert found["no layer was promoted"] and found["static precision stayed static"]
+    run.layers[0].eigenvalues[0] = math.nan
+    failed = [what for what, holds, _ in check_loop.checks(run, trace) if not holds]
+    assert failed == ["a finite lambda for every layer"]
+    trace.decisions[-2].batch_after += 8
+    failed = [what for what, holds, _ in check_loop.checks(run, trace) if not holds]
+    assert "B settled in the band or at a stated bound" in failed
+
+
 @pytest.mark.parametrize("method, switch", [
     ("triaccel_batch", "batch"), ("triaccel_precision", "precision"), ("triaccel_curvature", "curvature"),
 ])  # fmt: skip
