@@ -185,7 +185,10 @@ def _print_forecasts(forecasts: Sequence[Forecast]) -> None:
     total = sum(forecast.minutes for forecast in forecasts)
     for forecast in forecasts:
         print(f"  {forecast.part:<9} {forecast.runs:>4} runs, {forecast.done:>4} done, {_told(forecast.minutes)} left")
-    print(f"In all about {_told(total)}. A run that several parts share counts in the first.", flush=True)
+    print(
+        f"In all about {_told(total)}, one run after the other. A run that several parts share counts in the first.",
+        flush=True,
+    )
 
 
 def _told(minutes: float) -> str:
