@@ -153,7 +153,9 @@ def test_output_on_a_full_disk_is_told_from_a_folder_that_cannot_be_written(tmp_
 
 
 def test_a_disk_that_others_fill_meanwhile_stops_the_sweep_before_it_trains_for_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "_before_the_first", lambda cells, devices, reporter: ({("cpu", "auto"): "cpu"}, {}))
+    monkeypatch.setattr(
+        runner, "_before_the_first", lambda cells, labels, devices, reporter: ({("cpu", "auto"): "cpu"}, {})
+    )
     trained = []
 
     def answer(entry, arguments, *_):

@@ -249,7 +249,7 @@ def test_what_became_of_a_job_is_the_commands_exit_code_and_said_once(run, fake,
 def test_a_job_that_is_lost_fails_alone(run, fake):  # noqa: F811
     fake.act = returning(done(0), RuntimeError("its machine went away"))
     lost = run("-m", *TINY, "epochs=1,2", "seeds=[0,1]", *JOBLIB)
-    label = "synthetic/resnet8/triaccel"
+    label = "synthetic/resnet8/triaccel (epochs=2)"
     assert lost.returncode == 1
     assert all(f"failed: {label} seed {seed}: the job ended early" in lost.stdout for seed in (0, 1))
     (again,) = lost.stdout.split("to run only what failed:\n")[1].splitlines()
@@ -262,15 +262,15 @@ def test_a_failure_in_another_job_stops_the_seeds_that_have_not_begun(tmp_path, 
         task = launcher.sent["task"]
         assert not task.failed.exists(), "left there by a command that was killed"
 
-        def run_cells(cells, reporter, failed_elsewhere):
+        def run_cells(cells, reporter, failed_elsewhere, labels):
             before = failed_elsewhere()
             task.failed.touch()
             return [Outcome("a/b/c", int(before) + 2 * failed_elsewhere(), "done", None, None)]
 
         monkeypatch.setattr(launching, "run_cells", run_cells)
-        (first,) = task.run(task.cells[0])
+        (first,) = task.run(0)
         assert first.seed == 2
-        (second,) = task.run(task.cells[1])
+        (second,) = task.run(1)
         assert second.status == "skipped"
         return returning([first], [second])(launcher, overrides)
 
@@ -331,7 +331,7 @@ def test_jobs_are_asked_to_stop_by_a_file_and_only_then_left(run, fake, monkeypa
         seen.append(task.stop.exists())
         if patience < 1:
             time.sleep(30)
-        return returning(*(task.run(cell) for cell in task.cells))(launcher, overrides)
+        return returning(*(task.run(number) for number in range(len(task.cells))))(launcher, overrides)
 
     fake.act = act
     begun = time.monotonic()

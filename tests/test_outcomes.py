@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_cli import COMMAND, TINY
-from tiny import settings
+from tiny import Listening, settings
 
 from triaccel_bench import cli, deadline, runner
 from triaccel_bench.child import Ended
@@ -259,3 +259,30 @@ def test_a_cell_that_is_refused_is_told_once_and_the_others_go_on(tmp_path, monk
     outcomes = runner.run_cells(cells, Reporter())
     assert [(outcome.number, outcome.status) for outcome in outcomes] == [(0, "refused"), (1, "done"), (1, "done")]
     assert begun == [("amp", 0), ("amp", 1)]
+
+
+def labels(*overrides: list[str]) -> list[str]:
+    return runner.cell_labels([settings(*each) for each in overrides])
+
+
+def test_cells_of_one_name_are_told_apart_by_what_does_so():
+    fp32, amp = "synthetic/resnet8/fp32", "synthetic/resnet8/amp"
+    assert labels(["method=fp32"], ["method=amp"]) == [fp32, amp]
+    rates = ["method=fp32", "optimizer.weight_decay=0.1"], ["method=fp32", "optimizer.lr=0.2"], ["method=amp"]
+    assert labels(*rates) == [f"{fp32} (lr=0.1)", f"{fp32} (lr=0.2)", amp]
+    grid = [["method=fp32", f"optimizer.lr={lr}", f"epochs={epochs}"] for lr in (0.1, 0.2) for epochs in (1, 2)]
+    assert labels(*grid)[1:3] == [f"{fp32} (epochs=2, lr=0.1)", f"{fp32} (epochs=1, lr=0.2)"]
+    # Seeds are named beside the cell.
+    assert labels(["method=fp32", "seeds=[0]"], ["method=fp32", "seeds=[1]"]) == [fp32, fp32]
+
+
+def test_a_sweep_says_which_of_its_runs_it_speaks_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "_run_seed", lambda *arguments: ("failed", "so it is"))
+    monkeypatch.setattr(runner, "_device_name", lambda *_: "cpu")
+    cells = [settings(f"results.root={tmp_path}", "seeds=[0]", f"optimizer.lr={lr}") for lr in (0.1, 0.2)]
+    listening = Listening()
+    outcomes = runner.run_cells(cells, listening)
+    names = [f"synthetic/resnet8/triaccel (lr={lr})" for lr in (0.1, 0.2)]
+    assert [outcome.label for outcome in outcomes] == names
+    assert listening.said == [f"{name}/seed 0: failed: so it is" for name in names]
+    assert len({outcome.path for outcome in outcomes}) == 2

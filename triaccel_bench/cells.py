@@ -166,9 +166,7 @@ def _told_apart(alike: list[Cell]) -> Iterator[Cell]:
     flat = [cell.identifying for cell in alike]
     keys = sorted({key for settings in flat for key in settings})
     differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
-    variants = [
-        ", ".join(f"{_short(key)}={settings[key]}" for key in differing if key in settings) for settings in flat
-    ]
+    variants = [", ".join(f"{short(key)}={settings[key]}" for key in differing if key in settings) for settings in flat]
     for cell, variant in zip(alike, variants, strict=True):
         if variants.count(variant) > 1:
             variant = f"{variant}, cell={cell.cell}".removeprefix(", ")
@@ -240,10 +238,10 @@ def _differences(cell: Cell, other: Cell) -> list[str]:
     """How ``other`` differs in what two methods share, one "setting=value (here value)" each."""
     ours, theirs = cell.shared, other.shared
     keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-    return [f"{_short(key)}={theirs.get(key)} (here {ours.get(key)})" for key in keys]
+    return [f"{short(key)}={theirs.get(key)} (here {ours.get(key)})" for key in keys]
 
 
-def _short(key: str) -> str:
+def short(key: str) -> str:
     """A setting's key without its group, where the rest tells what it is."""
     group, _, rest = key.partition(".")
     return rest if group in ("dataset", "model", "method", "optimizer", "memory") else key

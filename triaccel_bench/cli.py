@@ -33,7 +33,7 @@ from triaccel_bench.launching import INTERRUPTIONS
 from triaccel_bench.outcomes import Asked, Outcome, closing_lines, exit_code
 from triaccel_bench.progress import open_reporter
 from triaccel_bench.results import read_results
-from triaccel_bench.runner import Refused, cell_label, run_cells
+from triaccel_bench.runner import Refused, cell_labels, run_cells
 from triaccel_bench.runner import preflight as check_cells
 from triaccel_bench.settings import Settings, SettingsError
 from triaccel_bench.tables import table1
@@ -302,8 +302,9 @@ def _shown(report: preflight.Report, jobs: list[Settings]) -> list[Outcome]:
         render_terminal(preflight.table(report))
     else:
         print("\n".join(preflight.lines(report)))
+    labels = cell_labels(jobs)
     return [
-        Outcome(cell_label(jobs[number]), jobs[number].seeds[0], "refused", obstacle, None, number=number)
+        Outcome(labels[number], jobs[number].seeds[0], "refused", obstacle, None, number=number)
         for number, obstacle in report.obstacles().items()
     ]
 

@@ -36,7 +36,7 @@ from triaccel_bench.claims import Refused
 from triaccel_bench.outcomes import Outcome
 from triaccel_bench.preflight import Report
 from triaccel_bench.progress import Labelled, Reporter
-from triaccel_bench.runner import cell_label, preflight, run_cells
+from triaccel_bench.runner import cell_labels, preflight, run_cells
 from triaccel_bench.settings import Settings
 from triaccel_bench.terminal import print_any_name
 
@@ -114,11 +114,11 @@ class Job:
             told.unlink(missing_ok=True)
 
     def __call__(self, config: DictConfig) -> list[Outcome]:
-        return self.run(self.cells[HydraConfig.get().job.num])
+        return self.run(HydraConfig.get().job.num)
 
-    def run(self, settings: Settings) -> list[Outcome]:
+    def run(self, number: int) -> list[Outcome]:
         deadline.begin(self.began)
-        label = cell_label(settings)
+        settings, label = self.cells[number], cell_labels(self.cells)[number]
         if self.stop.exists():
             return [Outcome(label, settings.seeds[0], "interrupted", "before it began", None)]
         if settings.on_failure == "stop" and self.failed.exists():
@@ -127,7 +127,7 @@ class Job:
         reporter = Reporter() if settings.progress == "none" else Labelled(label)
         try:
             with _start_method(), stopped_by(self.stop):
-                outcomes = run_cells([settings], reporter, self.failed.exists)
+                outcomes = run_cells([settings], reporter, self.failed.exists, [label])
         except Refused as error:
             outcomes = [Outcome(label, settings.seeds[0], "refused", str(error), None)]
         except KeyboardInterrupt:
@@ -214,13 +214,12 @@ def launch(how: Launch, cells: Sequence[Settings], overrides: Sequence[list[str]
     if asked:
         raise KeyboardInterrupt
     outcomes: list[Outcome] = []
-    for number, (settings, one) in enumerate(zip(cells, returned)):
+    for number, (label, settings, one) in enumerate(zip(cell_labels(cells), cells, returned)):
         if one.status == JobStatus.COMPLETED:
             outcomes += [replace(outcome, number=number) for outcome in one.return_value]
         else:
             error = one._return_value
             reason = f"the job ended early ({type(error).__name__}: {error})"
-            label = cell_label(settings)
             outcomes += [Outcome(label, seed, "failed", reason, None, number=number) for seed in settings.seeds]
     return outcomes
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from triaccel_bench import child
+from triaccel_bench.cells import short
 from triaccel_bench.child import Ended
 from triaccel_bench.claims import Refused, claimed, recover
 from triaccel_bench.deadline import Deadline
-from triaccel_bench.identity import RESULTS_VERSION, identity
+from triaccel_bench.identity import RESULTS_VERSION, flat, identifying_settings, identity
 from triaccel_bench.leases import Devices, GivenUp, Lease
 from triaccel_bench.outcomes import Outcome
 from triaccel_bench.preflight import RECORD_BYTES, Check, Report, merged, space
@@ -31,7 +33,10 @@ from triaccel_bench.settings import Settings
 
 
 def run_cells(
-    cells: Sequence[Settings], reporter: Reporter, failed_elsewhere: Callable[[], bool] = lambda: False
+    cells: Sequence[Settings],
+    reporter: Reporter,
+    failed_elsewhere: Callable[[], bool] = lambda: False,
+    labels: Sequence[str] | None = None,
 ) -> list[Outcome]:
     """Run every seed of every cell that has no finished record yet, one after the other.
 
@@ -48,23 +53,25 @@ def run_cells(
 
     Args:
         failed_elsewhere: whether another job of the same sweep had a run that failed.
+        labels: what the cells are called among those of a whole sweep; ``cell_labels`` where ``None``.
 
     Raises:
         Refused: a device that the cells ask for cannot be used; nothing has been run.
     """
     outcomes: list[Outcome] = []
+    labels = cell_labels(cells) if labels is None else labels
     deadline = Deadline(cells[0].runner.max_minutes if cells else None)
     with Devices(reporter.line, deadline.near) as devices:
         try:
-            names, obstacles = _before_the_first(cells, devices, reporter)
+            names, obstacles = _before_the_first(cells, labels, devices, reporter)
         except GivenUp as error:
             waited = [(number, cell, seed) for number, cell in enumerate(cells) for seed in cell.seeds]
-            return [Outcome(cell_label(cell), seed, "left", str(error), None, number=n) for n, cell, seed in waited]
+            return [Outcome(labels[n], seed, "left", str(error), None, number=n) for n, cell, seed in waited]
         if devices.fault is not None:
             reporter.line(f"{devices.fault}: nothing keeps other runs off the GPU meanwhile")
         largest: dict[int, RunRecord] = {}
         for number, seed in _turns(cells):
-            settings, label = cells[number], cell_label(cells[number])
+            settings, label = cells[number], labels[number]
             if any(outcome.status == "refused" and outcome.number == number for outcome in outcomes):
                 continue
             cell = identity(settings, names[settings.device, settings.kernels])
@@ -75,7 +82,7 @@ def run_cells(
             try:
                 # Before the seed is claimed: two that wait for what the other has would wait for ever.
                 lease = None if halt() else _lease(devices, settings)
-                outcome = _run_turn(number, settings, seed, cell, obstacles.get(number), lease, reporter, halt)
+                outcome = _run_turn(number, label, settings, seed, cell, obstacles.get(number), lease, reporter, halt)
             except GivenUp as error:
                 outcome = Outcome(label, seed, "left", str(error), None, number=number)
             except Refused as error:
@@ -160,7 +167,7 @@ def _hear_nothing(kind: str, payload: object) -> None: ...
 
 
 def _before_the_first(
-    cells: Sequence[Settings], devices: Devices, reporter: Reporter
+    cells: Sequence[Settings], labels: Sequence[str], devices: Devices, reporter: Reporter
 ) -> tuple[dict[tuple[str, str], str], dict[int, str]]:
     """Names of the cells' devices, and why cells cannot run, by their number; what else is known is said."""
     if not cells or cells[0].preflight == "off":
@@ -176,12 +183,28 @@ def _before_the_first(
     if len(obstacles) < len(cells):
         # The others run first, perhaps for hours.
         for number, obstacle in obstacles.items():
-            reporter.line(f"{cell_label(cells[number])} cannot run: {obstacle}")
+            reporter.line(f"{labels[number]} cannot run: {obstacle}")
     return report.devices, obstacles
 
 
 def cell_label(settings: Settings) -> str:
     return f"{settings.dataset.name}/{settings.model.name}/{settings.method.name}"
+
+
+def cell_labels(cells: Sequence[Settings]) -> list[str]:
+    """``cell_label`` of each; of several alike, with a setting that tells them apart, or all that differ."""
+    labels = [cell_label(settings) for settings in cells]
+    for label in [label for label, count in Counter(labels).items() if count > 1]:
+        alike = [number for number, other in enumerate(labels) if other == label]
+        trees = [dict(flat(identifying_settings(cells[number].model_dump(mode="json")))) for number in alike]
+        kinds = {key: len({repr(tree.get(key)) for tree in trees}) for tree in trees for key in tree}
+        differing = [key for key, count in kinds.items() if count > 1]
+        # What most sweeps are of comes first.
+        telling = sorted((key for key in differing if kinds[key] == len(alike)), key=lambda key: key != "optimizer.lr")
+        for number, tree in zip(alike, trees):
+            told = ", ".join(f"{short(key)}={tree[key]}" for key in telling[:1] or differing if key in tree)
+            labels[number] = f"{label} ({told})" if told else label
+    return labels
 
 
 def seed_folder(settings: Settings, cell: str, seed: int) -> Path:
@@ -202,6 +225,7 @@ def _halt(
 
 def _run_turn(
     number: int,
+    label: str,
     settings: Settings,
     seed: int,
     cell: str,
@@ -211,7 +235,7 @@ def _run_turn(
     halt: Callable[[], Literal["left", "skipped"] | None],
 ) -> Outcome:
     """Raises ``Refused`` where the cell cannot be run."""
-    label, folder = cell_label(settings), seed_folder(settings, cell, seed)
+    folder = seed_folder(settings, cell, seed)
     name, path = f"{label}/seed {seed}", folder / RUN_FILE
     halted = halt()
     if halted is not None and not (settings.results.reuse and _finished(path, cell, seed, reporter)):
