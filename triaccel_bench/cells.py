@@ -6,7 +6,7 @@ What did not finish is kept out of every mean and named.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -71,8 +71,7 @@ class Cell:
         except KeyError:
             # A record of another version, without some of today's settings: all that it has is compared.
             tree = self.settings
-        told = {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(tree)}
-        return told | {"device": str(self.device_name), "results_version": str(self.runs[0].results_version)}
+        return as_text(tree) | {"device": str(self.device_name), "results_version": str(self.runs[0].results_version)}
 
     @cached_property
     def shared(self) -> dict[str, str]:
@@ -163,10 +162,8 @@ def _told_apart(alike: list[Cell]) -> Iterator[Cell]:
     if len(alike) == 1:
         yield from alike
         return
-    flat = [cell.identifying for cell in alike]
-    keys = sorted({key for settings in flat for key in settings})
-    differing = [key for key in keys if len({settings.get(key) for settings in flat}) > 1]
-    variants = [", ".join(f"{short(key)}={settings[key]}" for key in differing if key in settings) for settings in flat]
+    keys = differing([cell.identifying for cell in alike])
+    variants = [told(cell.identifying, keys) for cell in alike]
     for cell, variant in zip(alike, variants, strict=True):
         if variants.count(variant) > 1:
             variant = f"{variant}, cell={cell.cell}".removeprefix(", ")
@@ -238,10 +235,26 @@ def _differences(cell: Cell, other: Cell) -> list[str]:
     """How ``other`` differs in what two methods share, one "setting=value (here value)" each."""
     ours, theirs = cell.shared, other.shared
     keys = [key for key in sorted(ours.keys() | theirs.keys()) if ours.get(key) != theirs.get(key)]
-    return [f"{short(key)}={theirs.get(key)} (here {ours.get(key)})" for key in keys]
+    return [f"{_short(key)}={theirs.get(key)} (here {ours.get(key)})" for key in keys]
 
 
-def short(key: str) -> str:
+def as_text(tree: dict[str, Any]) -> dict[str, str]:
+    """Settings as text by dotted key."""
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in flat(tree)}
+
+
+def differing(settings: Sequence[Mapping[str, str]]) -> list[str]:
+    """Keys that not all have alike, in their order."""
+    keys = sorted({key for each in settings for key in each})
+    return [key for key in keys if len({each.get(key) for each in settings}) > 1]
+
+
+def told(settings: Mapping[str, str], keys: Sequence[str]) -> str:
+    """Those of the keys that it has, as "lr=0.1, epochs=2"."""
+    return ", ".join(f"{_short(key)}={settings[key]}" for key in keys if key in settings)
+
+
+def _short(key: str) -> str:
     """A setting's key without its group, where the rest tells what it is."""
     group, _, rest = key.partition(".")
     return rest if group in ("dataset", "model", "method", "optimizer", "memory") else key

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from triaccel_bench.kernels.depthwise import live_taps
+from triaccel_bench.kernels.stem import MAX_CHANNELS
 
 __all__ = ["Plan", "check_layers", "gradients", "gram", "plan", "products"]
 
@@ -34,7 +35,7 @@ Way = Literal["positions", "direct"]
 LIMIT_BYTES = 16 * 2**20
 """Temporary memory of one layer, beside a copy of ``dy``: small beside the activations of a training step."""
 
-SHORTEST_PART, PARTIAL_ELEMENTS, STEM_CHANNELS = 256, 2**18, 4
+SHORTEST_PART, PARTIAL_ELEMENTS = 256, 2**18
 """Long rows are multiplied in parts, at least so long and of so many results in all: an N x N result is one tile."""
 
 
@@ -90,11 +91,11 @@ def gram(layer: nn.Module, x: Tensor, dy: Tensor, way: Way | None = None, limit:
         return torch.zeros(case.samples, case.samples, dtype=dtype, device=x.device)
     if isinstance(layer, nn.Linear):
         x, dy = _as_images(x), _as_images(dy)
-    if case.by_channel(chosen.way) and not case.sent_in_parts(dtype.itemsize, limit):
+    if not case.by_channel(chosen.way):
+        x = x if case.repeats == 1 else _repeated(x, case.repeats)
+    elif not case.sent_in_parts(dtype.itemsize, limit):
         # Once for all chunks. Of several gradients a sample, channels are to lie beside one another in every chunk.
         dy = dy.to(dtype, memory_format=torch.preserve_format if case.repeats == 1 else torch.contiguous_format)
-    elif not case.by_channel(chosen.way) and case.repeats > 1:
-        x = _repeated(x, case.repeats)
     total = None
     with torch.autocast(x.device.type, enabled=False):
         for x_part, dy_part in _chunks(x, dy, case, chosen):
@@ -216,7 +217,7 @@ class _Case:
 
     def sent_in_parts(self, itemsize: int, limit: int) -> bool:
         """Whether ``dy`` is converted a few samples at a time, and so for every channel anew: of the stem alone."""
-        return self.inputs <= STEM_CHANNELS and self.sent(itemsize) > limit
+        return self.inputs <= MAX_CHANNELS and self.sent(itemsize) > limit
 
     def by_channel(self, way: Way) -> bool:
         """Whether chunks are of input channels, all under one ``dy``, and not of groups."""
@@ -290,7 +291,6 @@ def _plan(case: _Case, itemsize: int, way: Way | None, limit: int) -> Plan:
     if way == "positions":
         chunk = _even(case.groups, limit // group)
         return Plan(way, chunk, n, positions_cost, chunk * group + 3 * result + repeated)
-
     units, width = (inputs, 1) if case.by_channel(way) else (case.groups, inputs)
     windows = itemsize * (image + outputs * spots * case.taps) if case.depthwise else width * channel
     windows = -(-windows // shared)

@@ -97,10 +97,12 @@ class Job:
     """One cell of a sweep, wherever the launcher has brought it; called by Hydra, which says which one.
 
     Attributes:
+        labels: what the cells are called, as ``cell_labels`` has it.
         began: as ``deadline.begun`` told it in the process of the command; ``None``: a job's time is its own.
     """
 
     cells: tuple[Settings, ...]
+    labels: tuple[str, ...]
     stop: Path
     began: tuple[str, float] | None = None
 
@@ -118,7 +120,7 @@ class Job:
 
     def run(self, number: int) -> list[Outcome]:
         deadline.begin(self.began)
-        settings, label = self.cells[number], cell_labels(self.cells)[number]
+        settings, label = self.cells[number], self.labels[number]
         if self.stop.exists():
             return [Outcome(label, settings.seeds[0], "interrupted", "before it began", None)]
         if settings.on_failure == "stop" and self.failed.exists():
@@ -204,7 +206,7 @@ def launch(how: Launch, cells: Sequence[Settings], overrides: Sequence[list[str]
     stop = how.folder / "stop"
     # What waits in a queue is not late, and limits of time there are limits of a job.
     began = None if how.launcher == QUEUE else deadline.begun()
-    job = Job(tuple(_anywhere(settings) for settings in cells), stop, began)
+    job = Job(tuple(_anywhere(settings) for settings in cells), tuple(cell_labels(cells)), stop, began)
     how.folder.mkdir(parents=True, exist_ok=True)
     # A folder that the user named may hold those of a command that was killed.
     job.forget()
@@ -214,7 +216,7 @@ def launch(how: Launch, cells: Sequence[Settings], overrides: Sequence[list[str]
     if asked:
         raise KeyboardInterrupt
     outcomes: list[Outcome] = []
-    for number, (label, settings, one) in enumerate(zip(cell_labels(cells), cells, returned)):
+    for number, (label, settings, one) in enumerate(zip(job.labels, cells, returned)):
         if one.status == JobStatus.COMPLETED:
             outcomes += [replace(outcome, number=number) for outcome in one.return_value]
         else:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from triaccel_bench import child
-from triaccel_bench.cells import short
+from triaccel_bench.cells import as_text, differing, told
 from triaccel_bench.child import Ended
 from triaccel_bench.claims import Refused, claimed, recover
 from triaccel_bench.deadline import Deadline
-from triaccel_bench.identity import RESULTS_VERSION, flat, identifying_settings, identity
+from triaccel_bench.identity import RESULTS_VERSION, identifying_settings, identity
 from triaccel_bench.leases import Devices, GivenUp, Lease
 from triaccel_bench.outcomes import Outcome
 from triaccel_bench.preflight import RECORD_BYTES, Check, Report, merged, space
@@ -196,14 +196,13 @@ def cell_labels(cells: Sequence[Settings]) -> list[str]:
     labels = [cell_label(settings) for settings in cells]
     for label in [label for label, count in Counter(labels).items() if count > 1]:
         alike = [number for number, other in enumerate(labels) if other == label]
-        trees = [dict(flat(identifying_settings(cells[number].model_dump(mode="json")))) for number in alike]
-        kinds = {key: len({repr(tree.get(key)) for tree in trees}) for tree in trees for key in tree}
-        differing = [key for key, count in kinds.items() if count > 1]
+        texts = [as_text(identifying_settings(cells[number].model_dump(mode="json"))) for number in alike]
+        keys = differing(texts)
         # What most sweeps are of comes first.
-        telling = sorted((key for key in differing if kinds[key] == len(alike)), key=lambda key: key != "optimizer.lr")
-        for number, tree in zip(alike, trees):
-            told = ", ".join(f"{short(key)}={tree[key]}" for key in telling[:1] or differing if key in tree)
-            labels[number] = f"{label} ({told})" if told else label
+        telling = [key for key in ("optimizer.lr", *keys) if len({text.get(key) for text in texts}) == len(alike)]
+        for number, text in zip(alike, texts):
+            if variant := told(text, telling[:1] or keys):
+                labels[number] = f"{label} ({variant})"
     return labels
 
 
