@@ -272,6 +272,10 @@ def test_cells_of_one_name_are_told_apart_by_what_does_so():
     assert labels(*rates) == [f"{fp32} (lr=0.1)", f"{fp32} (lr=0.2)", amp]
     grid = [["method=fp32", f"optimizer.lr={lr}", f"epochs={epochs}"] for lr in (0.1, 0.2) for epochs in (1, 2)]
     assert labels(*grid)[1:3] == [f"{fp32} (epochs=2, lr=0.1)", f"{fp32} (epochs=1, lr=0.2)"]
+    # A setting that one of them does not read (alpha, without rates) says less than the one that decides about it.
+    rates = [["method=triaccel", f"method.curvature.rates={on}"] for on in ("true", "false")]
+    told = [f"synthetic/resnet8/triaccel (curvature.rates={on})" for on in ("true", "false")]
+    assert labels(*rates) == told
     # Seeds are named beside the cell.
     assert labels(["method=fp32", "seeds=[0]"], ["method=fp32", "seeds=[1]"]) == [fp32, fp32]
 

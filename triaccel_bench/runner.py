@@ -199,7 +199,9 @@ def cell_labels(cells: Sequence[Settings]) -> list[str]:
         texts = [as_text(identifying_settings(cells[number].model_dump(mode="json"))) for number in alike]
         keys = differing(texts)
         # What most sweeps are of comes first.
-        telling = [key for key in ("optimizer.lr", *keys) if len({text.get(key) for text in texts}) == len(alike)]
+        telling = [
+            key for key in ("optimizer.lr", *keys) if len({text[key] for text in texts if key in text}) == len(alike)
+        ]
         for number, text in zip(alike, texts):
             if variant := told(text, telling[:1] or keys):
                 labels[number] = f"{label} ({variant})"
