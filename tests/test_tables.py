@@ -223,6 +223,15 @@ def test_the_executed_precision_is_shown_and_why_it_is_not_the_one_asked_for():
     assert table.frame["layers_requested"].tolist() == ["fp32:21", "fp16:21"]
 
 
+def test_a_row_whose_last_epochs_are_not_like_the_rest_says_what_the_whole_run_took():
+    even = [epoch(number, train_seconds=2.0) for number in range(1, 11)]
+    grown = [epoch(number, train_seconds=6.0 if number <= 5 else 2.0) for number in range(1, 11)]
+    table = table1(Results((run(method="fp32", epochs=even), run(method="triaccel", epochs=grown))))
+    (footer,) = [footer for footer in table.footers if "whole run" in footer]
+    assert footer == "An epoch of the whole run, for one of the last: Tri-Accel 4.000 s for 2.000 (40.0 s in all)."
+    assert column(table, "Time (s)") == ["2.000", "2.000"]
+
+
 def test_rows_with_the_same_to_say_share_a_footer():
     cpu = {"tree": {"device": "cpu"}}
     ran = [epoch(layers_requested={"bf16": 21}, layers_executed={"fp32": 21})]

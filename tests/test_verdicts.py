@@ -260,6 +260,32 @@ def test_targets_of_made_up_records():
     assert next(each for each in targets.reached(worse) if each.field == "accuracy_percent").outcome == "missed"
 
 
+def test_a_time_of_the_last_epochs_stands_beside_that_of_the_whole_run():
+    """A method whose epochs become shorter is not to be told by its shortest alone."""
+    early = {number: 12.5 for number in range(1, 6)}
+    runs = [one for one in study() if one.method != "triaccel_plus"]
+    plus = cell("resnet18", "triaccel_plus")
+    for one in plus:
+        one.epochs[:5] = [each.model_copy(update={"train_seconds": early[each.epoch]}) for each in one.epochs[:5]]
+    text = page(Results((*runs, *plus)))
+    assert "training seconds of whole runs: ResNet-18 × 0.375 [" in text and "] AMP (Static)'s" in text
+    row = next(line for line in text.splitlines() if "| Tri-Accel Plus | 80.30" in line)
+    assert "| 2.500 ± " in row and "| 75.0 ± " in row
+
+
+def test_fewer_trials_than_another_method_had_are_told():
+    tree = {"dataset": {"evaluate_on": "validation", "validation_fraction": 0.1}, "seeds": [0]}
+    trials = [one for m in ("fp32", "amp", "triaccel", "triaccel_plus") for one in cell("resnet18", m, tree=tree)]
+    tree |= {"optimizer": {"lr": 0.2}}
+    trials += cell("resnet18", "amp", (71.0, 7.0, 0.12), tree, (0,), cell="b")
+    text = page(Results((*study(), *trials)))
+    assert (
+        "CIFAR-10, ResNet-18: fewer trials than another method had: FP32 Baseline (1 of 2), TF32 (0 of 2), "
+        "Tri-Accel (1 of 2), Tri-Accel Plus (1 of 2)." in text
+    )
+    assert "fewer trials" not in page(Results(tuple(study())))
+
+
 def test_the_page_says_that_the_papers_method_loses_to_amp_and_where_its_time_goes():
     text = page(Results(tuple(study())))
     assert "ResNet-18: it loses in time (× 2.000 [" in text

@@ -12,6 +12,8 @@ from triaccel_bench.records import Provenance
 from triaccel_bench.stats import PARTS
 
 NOT_MEASURED = "n/a"
+UNEVEN = 0.05
+"""Share by which a run's mean epoch may differ from its last epochs before that is told."""
 
 Names = Callable[[Cell], str]
 """How a cell's row is called in a sentence."""
@@ -171,6 +173,20 @@ def _pace(cell: Cell) -> str:
     steps, method = max(run.steps for run in cell.runs), cell.settings["method"]
     text = f"{steps} steps, a control step every {method['control']['interval']}"
     return f"{text}, a probe every {method['curvature']['every']}" if _probes(cell) else text
+
+
+def whole_runs(found: list[Cell], name: Names) -> list[str]:
+    """Rows whose last epochs, which are their time, are not like the rest."""
+    told = []
+    for cell in found:
+        seconds, whole = cell.mean("seconds"), cell.mean("training_seconds")
+        epochs = {summary.epochs for summary in cell.summaries}
+        if not seconds or not seconds.mean or not whole or len(epochs) != 1:
+            continue
+        each = whole.mean / epochs.pop()
+        if abs(each / seconds.mean - 1) > UNEVEN:
+            told.append(f"{name(cell)} {each:.3f} s for {seconds.mean:.3f} ({whole.mean:.1f} s in all)")
+    return [f"An epoch of the whole run, for one of the last: {'; '.join(told)}."] if told else []
 
 
 def company(found: list[Cell], name: Names) -> list[str]:

@@ -137,7 +137,7 @@ def rate_factor(rule: str, batch: int, initial: int) -> float:
 
 def _seconds(runs: Sequence[RunRecord]) -> float:
     """Of training, a run."""
-    return fmean(sum(epoch.train_seconds for epoch in run.epochs) for run in runs)
+    return fmean(summarise(run).training_seconds for run in runs)
 
 
 def _epochs_in(seconds: float, runs: Sequence[RunRecord]) -> int:

@@ -44,6 +44,8 @@ class RunSummary:
     seconds: float | None
     """Training seconds an epoch, mean of the last ``seconds_epochs`` epochs."""
     seconds_epochs: int
+    training_seconds: float | None
+    """Of the whole run."""
     meter: Meter
     memory_peak_bytes: int | None
     """In the meter's own sense: bytes of live tensors are not VRAM."""
@@ -185,6 +187,7 @@ def summarise(run: RunRecord) -> RunSummary:
         accuracy_percent=accuracy,
         seconds=seconds,
         seconds_epochs=len(last),
+        training_seconds=math.fsum(epoch.train_seconds for epoch in run.epochs) if run.epochs else None,
         meter=run.meter,
         memory_peak_bytes=memory,
         reserved_bytes=_largest(epoch.reserved_bytes for epoch in run.epochs),

@@ -195,6 +195,7 @@ def _table(
         *footers.idle_controllers(found, sheet.name),
         *footers.schedules(found, sheet.name),
         *further(found, sheet.name),
+        *footers.whole_runs(found, sheet.name),
         *footers.company(found, sheet.name),
         *(footers.budgets(found, sheet.name) if sheet.budget_header in header else ()),
         *([TENSORS_NOTE] if sheet.meters_differ else ()),
