@@ -113,7 +113,8 @@ class Bench:
         """A trainer of this configuration on the benchmark's images; its engine can be stepped without its loop."""
         # The one before may hold its memory until its cycles are found, and would be part of this one's figures.
         gc.collect()
-        settings = compose([*self._base, *overrides])
+        # Of what conf/ ships: figures are compared over years, and what was tuned for a cell moves.
+        settings = compose(["tuned=none", *self._base, *overrides])
         hardware = self.hardware if kernels == "auto" else inspect(self._device_text, kernels)
         run = planned_run(settings.model_dump(mode="json"), SEED, "benchmark", RESULTS_VERSION)
         return Trainer(settings, SEED, hardware, self.images, run, emit)

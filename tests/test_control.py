@@ -24,7 +24,7 @@ def cpu(level):
 
 
 def rules(*overrides: str, method: str = "triaccel"):
-    return compose([f"method={method}", *overrides]).method
+    return compose([f"method={method}", "tuned=none", *overrides]).method
 
 
 def signals(**changes) -> Signals:

@@ -86,7 +86,7 @@ def test_defaults_are_the_papers_where_it_states_them():
     (["method.name=A/b"], ["method.name=A/b", "lower-case letters"]),
     (["method.precision.tau_low=0.2", "method.precision.tau_high=0.1"], ["tau_low=0.2", "tau_high=0.1", "tau_low < tau_high"]),
     (["method.precision.tau_low=0.1", "method.precision.tau_high=0.1"], ["tau_low < tau_high"]),
-    (["method.precision.tau_low=0.1"], ["tau_high=auto", "both"]),
+    (["tuned=none", "method.precision.tau_low=0.1"], ["tau_high=auto", "both"]),
     (["method.precision.tau_low=-1", "method.precision.tau_high=1"], ["tau_low=-1"]),
     (["optimizer.lr=-0.1"], ["optimizer.lr=-0.1", "above 0"]),
     (["optimizer.lr=nan"], ["optimizer.lr", "finite"]),
