@@ -12,7 +12,7 @@ from triaccel_bench.records import Provenance
 from triaccel_bench.stats import PARTS
 
 NOT_MEASURED = "n/a"
-UNEVEN = 0.05
+UNEVEN = 0.1
 """Share by which a run's mean epoch may differ from its last epochs before that is told."""
 
 Names = Callable[[Cell], str]
