@@ -3,7 +3,7 @@
 import pytest
 
 from triaccel_bench.configuration import compose
-from triaccel_bench.identity import identity
+from triaccel_bench.identity import identifying_settings, identity
 
 
 def cell(*overrides: str, device: str = "card") -> str:
@@ -55,7 +55,7 @@ def test_fp32_ignores_switches_that_are_off(override):
 
 
 @pytest.mark.parametrize(("method", "override"), [
-    ("triaccel_batch", "method.precision.beta=0.5"), ("triaccel_plus", "method.curvature.tau_curv=1.0"),
+    ("triaccel_batch", "method.precision.beta=0.5"), ("triaccel_plus", "method.curvature.tau_curv=1.0"), ("triaccel", "method.batch.head_start=2.0"),
     ("triaccel_precision method.curvature.promotion=true", "method.curvature.alpha=0.5"),
     ("fp32", "method.update.momentum_dtype=bf16"),
 ])  # fmt: skip
@@ -64,9 +64,14 @@ def test_settings_that_only_another_choice_reads_are_left_out(method, override):
     assert cell(*given, override) == cell(*given)
 
 
+def test_a_cell_without_a_head_start_has_the_name_that_it_had_before_there_was_one():
+    dumped = compose(["method=triaccel_plus", "method.batch.head_start=1"]).model_dump(mode="json")
+    assert "head_start" not in identifying_settings(dumped)["method"]["batch"]
+
+
 @pytest.mark.parametrize(("method", "override"), [
     ("triaccel_plus", "method.batch.growth=model"), ("triaccel_plus", "method.curvature.alpha=0.5"),
-    ("triaccel_precision method.curvature.promotion=true", "method.curvature.tau_curv=1.0"), ("amp", "method.update.momentum_dtype=bf16"),
+    ("triaccel_precision method.curvature.promotion=true", "method.curvature.tau_curv=1.0"), ("amp", "method.update.momentum_dtype=bf16"), ("triaccel_plus", "method.batch.head_start=3.0"),
     ("fp32", "method.update.in_backward=true"), ("fp32", "model.checkpointing=true"),
 ])  # fmt: skip
 def test_and_count_where_they_are_read(method, override):

@@ -196,6 +196,20 @@ def test_with_the_linear_rule_the_rate_stays_below_the_peak_chosen_at_b0(share):
     assert share * found / 96 <= 1.0
 
 
+@pytest.mark.parametrize("share, expected", [(None, 192), (1.0, 192), (0.9, 192), (0.5, 384), (0.1, 1024)])
+def test_a_head_start_lets_the_batch_grow_before_the_rate_has_fallen(share, expected):
+    ahead = SCHEDULE.model_copy(update={"head_start": 2.0})
+    assert next_rung(Reading(96, 960, 10**6), two_rungs(96), ahead, share)[0] == expected
+    assert next_rung(Reading(96, 960, 1500), two_rungs(96), ahead, share)[0] == 128, "memory bounds it all the same"
+
+
+def test_a_head_start_of_less_than_a_capture_is_worth_changes_nothing():
+    ahead = SCHEDULE.model_copy(update={"head_start": 1.6})
+    assert next_rung(Reading(96, 960, 10**6), two_rungs(96), ahead, 1.0)[0] == 96
+    twice = SCHEDULE.model_copy(update={"head_start": 2.0})
+    assert next_rung(Reading(192, 1920, 10**6), two_rungs(192), twice, 0.9)[0] == 192, "213 is no half of 192 more"
+
+
 def test_memory_bounds_an_annealed_batch_too():
     found, words = next_rung(Reading(96, 960, 1700), two_rungs(96), SCHEDULE, 0.1)
     assert found == 128 and "is predicted at" in words

@@ -1,4 +1,4 @@
-"""The scripts do what the README says of them."""
+"""The scripts do what README and docs say of them."""
 
 import math
 import subprocess

@@ -228,8 +228,19 @@ def test_a_row_whose_last_epochs_are_not_like_the_rest_says_what_the_whole_run_t
     grown = [epoch(number, train_seconds=6.0 if number <= 5 else 2.0) for number in range(1, 11)]
     table = table1(Results((run(method="fp32", epochs=even), run(method="triaccel", epochs=grown))))
     (footer,) = [footer for footer in table.footers if "whole run" in footer]
-    assert footer == "An epoch of the whole run, for one of the last: Tri-Accel 4.000 s for 2.000 (40.0 s in all)."
+    assert (
+        footer == "Mean epoch of the whole run, where the last are not like the rest: Tri-Accel 4.000 s, 40.0 s in all."
+    )
     assert column(table, "Time (s)") == ["2.000", "2.000"]
+    assert table.frame["train_seconds_per_run_mean"].tolist() == [20.0, 40.0]
+
+
+@pytest.mark.parametrize("first, told", [(2.36, False), (2.44, True), (1.64, False), (1.56, True)])
+def test_a_tenth_of_difference_is_told(first, told):
+    uneven = [epoch(number, train_seconds=first if number <= 5 else 2.0) for number in range(1, 11)]
+    notes = table1(Results((run(epochs=uneven),))).footers
+    assert any("whole run" in footer for footer in notes) == told
+    assert not any("whole run" in footer for footer in table2(Results((run(epochs=uneven),))).footers)
 
 
 def test_rows_with_the_same_to_say_share_a_footer():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from measured import GB, epoch, provenance, run, settings, write
+from omegaconf import OmegaConf
 
 from triaccel_bench import paper, tables_cli, targets, verdict_page, verdicts
 from triaccel_bench.compare import Difference, holm, paired
@@ -268,7 +269,9 @@ def test_a_time_of_the_last_epochs_stands_beside_that_of_the_whole_run():
     for one in plus:
         one.epochs[:5] = [each.model_copy(update={"train_seconds": early[each.epoch]}) for each in one.epochs[:5]]
     text = page(Results((*runs, *plus)))
-    assert "training seconds of whole runs: ResNet-18 × 0.375 [" in text and "] AMP (Static)'s" in text
+    assert (
+        "Training seconds of whole runs, no target: ResNet-18 × 0.375 [" in text and "] AMP (Static)'s, n = 3" in text
+    )
     row = next(line for line in text.splitlines() if "| Tri-Accel Plus | 80.30" in line)
     assert "| 2.500 ± " in row and "| 75.0 ± " in row
 
@@ -280,10 +283,17 @@ def test_fewer_trials_than_another_method_had_are_told():
     trials += cell("resnet18", "amp", (71.0, 7.0, 0.12), tree, (0,), cell="b")
     text = page(Results((*study(), *trials)))
     assert (
-        "CIFAR-10, ResNet-18: fewer trials than another method had: FP32 Baseline (1 of 2), TF32 (0 of 2), "
+        "CIFAR-10, ResNet-18: fewer finished trials than another method has: FP32 Baseline (1 of 2), TF32 (0 of 2), "
         "Tri-Accel (1 of 2), Tri-Accel Plus (1 of 2)." in text
     )
-    assert "fewer trials" not in page(Results(tuple(study())))
+    assert "fewer finished trials" not in page(Results(tuple(study())))
+    shorter = cell("resnet18", "amp", tree=tree | {"epochs": 5}, seeds=(0,), cell="c")
+    assert "AMP (Static) (" not in page(Results((*study(), *trials, *shorter))), "another tuning takes nothing away"
+
+
+def test_the_methods_whose_trials_count_are_those_that_are_tuned():
+    tuning = OmegaConf.load(Path(__file__).parent.parent / "conf" / "experiment" / "reproduce" / "tuning.yaml")
+    assert tuple(tuning.hydra.sweeper.params.method.split(",")) == verdict_page.METHODS_TUNED
 
 
 def test_the_page_says_that_the_papers_method_loses_to_amp_and_where_its_time_goes():

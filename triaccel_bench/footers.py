@@ -185,8 +185,8 @@ def whole_runs(found: list[Cell], name: Names) -> list[str]:
             continue
         each = whole.mean / epochs.pop()
         if abs(each / seconds.mean - 1) > UNEVEN:
-            told.append(f"{name(cell)} {each:.3f} s for {seconds.mean:.3f} ({whole.mean:.1f} s in all)")
-    return [f"An epoch of the whole run, for one of the last: {'; '.join(told)}."] if told else []
+            told.append(f"{name(cell)} {each:.3f} s, {whole.mean:.1f} s in all")
+    return [f"Mean epoch of the whole run, where the last are not like the rest: {'; '.join(told)}."] if told else []
 
 
 def company(found: list[Cell], name: Names) -> list[str]:

@@ -52,6 +52,9 @@ def identifying_settings(dumped: dict[str, Any]) -> dict[str, Any]:
         method["curvature"] = _without(method["curvature"], "tau_curv" if rates else "alpha")
     if not elastic:
         method["batch"] = {"initial": method["batch"]["initial"]}
+    elif method["batch"].get("growth") != "schedule" or method["batch"].get("head_start") == 1:
+        # Nor have earlier records this one, whose runs had no head start.
+        method["batch"] = _without(method["batch"], "head_start")
     if "update" in method and not adaptive and method["dtype"] == "fp32":
         # All layers run FP32, unless promotion lifts them: there is nothing wider.
         method["update"] = _without(method["update"], "momentum_dtype")

@@ -197,11 +197,11 @@ def _with_groups(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_this_version(method: dict[str, Any]) -> dict[str, Any]:
-    """Without a setting that is no more, where it was not read, so that such a run can still be replayed."""
+    """Without a setting that is no more where it was not read, and with a later one at what it was before."""
     batch = method.get("batch")
     if not isinstance(batch, dict) or batch.get("growth") == "noise":
         return method
-    return method | {"batch": {key: value for key, value in batch.items() if key != "noise_share"}}
+    return method | {"batch": {"head_start": 1.0} | {k: v for k, v in batch.items() if k != "noise_share"}}
 
 
 def _without(*former: str) -> BeforeValidator:

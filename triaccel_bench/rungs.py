@@ -4,10 +4,11 @@
 fits ``peak(B) = fixed + slope B`` to the rungs seen under the executed plan in force and goes straight to the highest
 rung that it puts at rho_high or below; without a line yet, to the highest at which usage in proportion to B, which is
 more than any line says, would still be. ``batch.growth=schedule`` does so too, but no further than the learning rate
-has been annealed: up to ``B0 eta_peak / eta_0(t)``. With ``batch.lr_rule=linear`` the rate in force over B, by which
-SGD scatters, follows the schedule whatever B is, and the rate itself then never exceeds the peak chosen at B0 (Smith et
-al., "Don't Decay the Learning Rate, Increase the Batch Size", 2018). As every size has to be captured, it waits until
-the rate allows half of B more. None climbs where the device lacks the memory, whoever holds it.
+has been annealed: up to ``g B0 eta_peak / eta_0(t)``, ``g`` being ``batch.head_start``. With ``batch.lr_rule=linear``
+the rate in force over B, by which SGD scatters, follows the schedule whatever B is, and the rate itself then never
+exceeds ``g`` times the peak at B0 (Smith et al., "Don't Decay the Learning Rate, Increase the Batch Size", 2018). As
+every size has to be captured, it waits until the rate allows half of B more. None climbs where the device lacks the
+memory, whoever holds it.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def next_rung(reading: Reading, seen: Seen, rules: BatchSettings, rate_share: fl
 
 
 def _annealed(batch: int, rules: BatchSettings, seen: Seen, rate_share: float) -> int:
-    """The highest size from ``batch`` on up to B0 over ``rate_share``, and one not run yet only if far enough."""
-    limit = rules.initial / rate_share if rate_share > 0 else math.inf
+    """The highest size from ``batch`` on up to g B0 / ``rate_share``, and one not run yet only if far enough."""
+    limit = rules.head_start * rules.initial / rate_share if rate_share > 0 else math.inf
     if limit >= rules.max:
         return rules.max
     rung = batch + rules.up * max(0, math.floor((limit - batch) / rules.up))

@@ -119,6 +119,7 @@ class BatchSettings(_Section):
     rho_low: Fraction
     rho_high: Fraction
     growth: Literal["paper", "model", "schedule"]
+    head_start: Annotated[float, Field(ge=1)]
     lr_rule: Literal["none", "sqrt", "linear"]
 
 

@@ -64,7 +64,7 @@ def table1(results: Results) -> Table:
 
 
 def _of_epochs(found: list[Cell], name: footers.Names) -> list[str]:
-    return [*footers.splits(found, name), *footers.trends(found, name)]
+    return [*footers.whole_runs(found, name), *footers.splits(found, name), *footers.trends(found, name)]
 
 
 def table2(results: Results) -> Table:
@@ -115,6 +115,7 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
     }
     data = _identity_data(cell) | _spread("accuracy_percent", cell.mean("accuracy_percent"))
     data |= _spread("train_seconds_per_epoch", cell.mean("seconds")) | {"epochs": epochs, "timed_epochs": timed}
+    data |= _spread("train_seconds_per_run", cell.mean("training_seconds"))
     data |= _memory_data(cell) | _spread("probe_seconds_per_epoch", cell.mean("probe_seconds"))
     for name, quantity in (("score", "score"), ("score_percent", "score_percent"), ("batch_samples", "batch_mean")):
         data |= _spread(name, cell.mean(quantity))
@@ -195,7 +196,6 @@ def _table(
         *footers.idle_controllers(found, sheet.name),
         *footers.schedules(found, sheet.name),
         *further(found, sheet.name),
-        *footers.whole_runs(found, sheet.name),
         *footers.company(found, sheet.name),
         *(footers.budgets(found, sheet.name) if sheet.budget_header in header else ()),
         *([TENSORS_NOTE] if sheet.meters_differ else ()),

@@ -95,8 +95,18 @@ def _lead(evidence: Evidence) -> str:
     return f"**The paper's method against AMP:** {' '.join(losses)}" if losses else ""
 
 
-_METHODS_TUNED = ("fp32", "tf32", "amp", "triaccel", OURS)
+METHODS_TUNED = ("fp32", "tf32", "amp", "triaccel", OURS)
 _METHODS_PLANNED = ("fp32", "tf32", "amp", "triaccel_batch", "triaccel_precision", "triaccel", OURS)
+
+
+def _trials_finished(evidence: Evidence, model: str) -> dict[str, int]:
+    """Of each method that is tuned, in whichever of its tunings has most."""
+    finished = dict.fromkeys(METHODS_TUNED, 0)
+    for each in evidence.tunings:
+        if (each.dataset, each.model) == ("cifar10", model) and each.method in finished:
+            count = sum(bool(trial.summaries) for trial in each.trials)
+            finished[each.method] = max(finished[each.method], count)
+    return finished
 
 
 def _missing(evidence: Evidence) -> list[str]:
@@ -111,10 +121,10 @@ def _missing(evidence: Evidence) -> list[str]:
         kinds = {kind for kind, _ in evidence.controls("cifar10", model)}
         lacking = [kind for kind in tables.SAID if kind not in kinds]
         told += [f"CIFAR-10, {label}: no control: {', '.join(lacking)}."] if lacking else []
-        tried = {t.method: len(t.trials) for t in evidence.tunings if (t.dataset, t.model) == ("cifar10", model)}
-        most = max(tried.values(), default=0)
-        fewer = [f"{METHODS[m]} ({tried.get(m, 0)} of {most})" for m in _METHODS_TUNED if tried.get(m, 0) < most]
-        told += [f"CIFAR-10, {label}: fewer trials than another method had: {', '.join(fewer)}."] if fewer else []
+        tried = _trials_finished(evidence, model)
+        most = max(tried.values())
+        fewer = [f"{METHODS[method]} ({count} of {most})" for method, count in tried.items() if count < most]
+        told += [f"CIFAR-10, {label}: fewer finished trials than another method has: {', '.join(fewer)}."] * bool(fewer)
     told += [f"{label}: no record." for dataset, label in DATASET_LABELS.items() if not evidence.has(dataset)]
     for cell in evidence.unfinished:
         told += [f"{tables.name(cell)}: not in the mean: {phrase}" for phrase in cell.excluded]

@@ -39,11 +39,11 @@ def measured(evidence: Evidence) -> Table:
         *footers.executions(evidence.cells, name),
         *footers.estimators(evidence.cells, name),
         *footers.rounded_products(evidence.cells, name),
+        *footers.company(evidence.cells, name),
     ]
     caption = (
         "Time: training seconds an epoch over the last epochs. VRAM: peak of the whole run, without the data set. "
-        "Batch: that an average sample was trained in. Training: seconds of the whole run; where the batch grows, "
-        "epochs become shorter."
+        "Batch: that an average sample was trained in. Training: seconds of the whole run."
     )
     return _table("Measured", caption, header, rows, notes)
 
@@ -130,8 +130,12 @@ def _whole_runs(evidence: Evidence) -> list[str]:
             found = compare.paired(values(ours, "training_seconds"), values(theirs, "training_seconds"), ratio=True)
             if found is not None:
                 between = "" if found.low is None else f" [{found.low:.3f}, {found.high:.3f}]"
-                told.append(f"{label} × {found.mean:.3f}{between} {METHODS[against]}'s")
-    return [f"Time is that of the last epochs; training seconds of whole runs: {'; '.join(told)}."] if told else []
+                told.append(f"{label} × {found.mean:.3f}{between} {METHODS[against]}'s, n = {found.n}")
+    return (
+        [f"Time and score are of the last epochs. Training seconds of whole runs, no target: {'; '.join(told)}."]
+        if told
+        else []
+    )
 
 
 SAID = {
