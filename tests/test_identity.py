@@ -1,5 +1,7 @@
 """A cell's name follows what can change its results, and nothing else."""
 
+import os
+
 import pytest
 
 from triaccel_bench.configuration import compose
@@ -91,8 +93,39 @@ def test_a_cell_follows_the_files_it_reads(tmp_path, monkeypatch, key):
     first = cell(f"{key}={path}")
     monkeypatch.chdir(tmp_path)
     assert cell(f"{key}=file.npz") == first
-    path.write_bytes(b"three")
+    path.write_bytes(b"two")
     assert cell(f"{key}={path}") != first
+
+
+@pytest.mark.parametrize("key", ["dataset.path", "model.weights"])
+def test_a_file_counts_by_its_content_wherever_it_lies(tmp_path, key):
+    first, second = tmp_path / "a.npz", tmp_path / "there" / "b.npz"
+    second.parent.mkdir()
+    for path, age in ((first, 10**9), (second, 2 * 10**9)):
+        path.write_bytes(b"one")
+        os.utime(path, (age, age))
+    assert cell(f"{key}={first}") == cell(f"{key}={second}")
+
+
+def test_a_folder_counts_by_what_is_below_it_wherever_it_lies(tmp_path):
+    found = []
+    for name in ("here", "there"):
+        picture = tmp_path / name / "train" / "cat" / "1.png"
+        picture.parent.mkdir(parents=True)
+        picture.write_bytes(b"one")
+        os.utime(picture, (10**9, 10**9))
+        found.append(cell(f"dataset.path={tmp_path / name}"))
+    assert found[0] == found[1]
+    os.utime(picture, (2 * 10**9, 2 * 10**9))
+    assert cell(f"dataset.path={tmp_path / name}") != found[0]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_a_cell_stands_a_file_that_cannot_be_read(tmp_path):
+    path = tmp_path / "file.npz"
+    path.write_bytes(b"one")
+    path.chmod(0)
+    assert len(cell(f"dataset.path={path}")) == 12
 
 
 def test_a_cell_stands_a_path_that_leads_nowhere(tmp_path):

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 from triaccel_bench.settings import Settings
@@ -17,7 +18,7 @@ RESULTS_VERSION = 5
 def identity(settings: Settings, device_name: str) -> str:
     """Twelve hex digits that name a cell: its ``identifying_settings``, the device and ``RESULTS_VERSION``.
 
-    A file counts by where it lies, its size and its time of change, a folder by all files below it.
+    A file counts by its content, wherever it lies; a folder by the names, sizes and times of change of all files below.
     """
     tree = identifying_settings(settings.model_dump(mode="json"))
     if settings.dataset.path is not None:
@@ -84,18 +85,32 @@ def _without(tree: dict[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if key not in keys}
 
 
-def _file_identity(path: str) -> list[str | int]:
-    """Where a path leads to, with sizes and times of change of the file there, or of all files below."""
+def _file_identity(path: str) -> list[str]:
+    """A file's content; of a folder, names, sizes and times of change of all files below; else where a path leads."""
     real = os.path.realpath(path)
     if os.path.isdir(real):
         files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(real) for name in names)
-        found = [(file, os.stat(file, follow_symlinks=False)) for file in files]
+        found = [(os.path.relpath(file, real), os.stat(file, follow_symlinks=False)) for file in files]
         listing = json.dumps([(file, status.st_size, status.st_mtime_ns) for file, status in found])
-        return [real, hashlib.sha256(listing.encode()).hexdigest()]
-    if not os.path.isfile(real):
-        return [real]
-    status = os.stat(real)
-    return [real, status.st_size, status.st_mtime_ns]
+        return ["folder", hashlib.sha256(listing.encode()).hexdigest()]
+    try:
+        if os.path.isfile(real):
+            status = os.stat(real)
+            return ["file", _digest(real, status.st_size, status.st_mtime_ns)]
+    except OSError:
+        # Whoever reads it will say so.
+        pass
+    return [real]
+
+
+@lru_cache
+def _digest(path: str, size: int, changed_ns: int) -> str:
+    """Of the content, read once a process while size and time of change stay."""
+    found = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(2**20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
