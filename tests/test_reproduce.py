@@ -119,7 +119,10 @@ def test_the_first_trial_is_what_conf_ships():
 def test_the_committed_choices_are_those_of_the_committed_trials(tmp_path):
     choose_trials.main([str(ROOT / "results" / "reference" / "h200" / "tuning"), "--out", str(tmp_path)])
     committed = {path.name: path.read_text() for path in (ROOT / "conf" / "tuned").glob("*-*.yaml")}
-    assert len([*tmp_path.iterdir()]) >= 7 and committed.items() <= {path.name: path.read_text() for path in tmp_path.iterdir()}.items()
+    assert (
+        len([*tmp_path.iterdir()]) >= 7
+        and committed.items() <= {path.name: path.read_text() for path in tmp_path.iterdir()}.items()
+    )
 
 
 def test_the_best_trial_is_chosen_and_its_origin_written(tmp_path, capsys):
