@@ -104,7 +104,11 @@ def test_methods_at_their_own_learning_rates_are_compared_and_it_is_said():
     assert "optimizer.lr (0.05 and 0.1)" in said
     reductions = table2(Results((*ALL[0], *tuned("triaccel", OURS, 0.05, "own"))))
     assert reductions.frame.reduction_percent.iloc[1] == pytest.approx(100 * (1 - 0.299 / 0.350))
-    assert any("beside FP32, each at its own optimizer.lr" in footer for footer in reductions.footers)
+    rows = table1(Results((*ALL[0], *tuned("triaccel", OURS, 0.05, "own"))))
+    for table in (rows, reductions):
+        (said,) = [footer for footer in table.footers if "each at its own" in footer]
+        assert "Tri-Accel" in said and "beside FP32, each at its own optimizer.lr (0.05 and 0.1)" in said
+    assert not any("each at its own" in footer for footer in table1(Results(tuple(ALL[0]))).footers)
 
 
 def test_the_same_learning_rate_comes_first():

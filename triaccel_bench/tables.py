@@ -127,10 +127,16 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
     data |= {"budget_source": footers.budget_source(cell)}
     for column in ("accuracy_percent", "seconds", "memory_gb", "score", "score_computed"):
         data[f"paper_{column}"] = getattr(printed, column) if printed else None
-    notes = []
+    fp32 = baseline(cell, sheet.cells)
+    notes = _own_rates(cell, fp32, sheet) if fp32 else []
     if misprinted:
         notes.append(_misprint(sheet.name(cell), f"{printed.score:.2f}", f"{printed.score_computed:.2f}"))
     return _Row(cell, shown, data, notes)
+
+
+def _own_rates(cell: Cell, fp32: Cell, sheet: Sheet) -> list[str]:
+    apart = tuned_apart(cell, fp32)
+    return [f"{sheet.name(cell)}: beside FP32, each at its own {apart}"] if apart else []
 
 
 def _row2(cell: Cell, sheet: Sheet) -> _Row:
@@ -161,8 +167,8 @@ def _row2(cell: Cell, sheet: Sheet) -> _Row:
     notes = []
     if memory and cell.method != "fp32" and not fp32:
         notes.append(f"{sheet.name(cell)}: no reduction: {why_no_baseline(cell, sheet.cells)}")
-    if reduction is not None and (apart := tuned_apart(cell, fp32)):
-        notes.append(f"{sheet.name(cell)}: beside FP32, each at its own {apart}")
+    if reduction is not None:
+        notes += _own_rates(cell, fp32, sheet)
     if misprinted:
         computed = f"{printed.reduction_computed_percent:.1f} %"
         notes.append(_misprint(sheet.name(cell), _printed_reduction(printed.reduction_percent), computed))
