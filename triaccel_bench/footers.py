@@ -236,7 +236,7 @@ def trends(found: list[Cell], name: Names) -> list[str]:
 
 def _trend(cell: Cell) -> str:
     score, cost = trend(cell, "score_thirds"), trend(cell, "cost_thirds")
-    return f"{_ratio(score)} ({_ratio(cost)}; n = {score.n})" if score and cost else ""
+    return f"{ratio(score)} ({ratio(cost)}; n = {score.n})" if score and cost else ""
 
 
 def trend(cell: Cell, thirds: str) -> compare.Difference | None:
@@ -246,7 +246,8 @@ def trend(cell: Cell, thirds: str) -> compare.Difference | None:
     return compare.paired(last, first, ratio=True)
 
 
-def _ratio(found: compare.Difference) -> str:
+def ratio(found: compare.Difference) -> str:
+    """With its interval, where there is one."""
     interval = "" if found.low is None else f" [{found.low:.3f}, {found.high:.3f}]"
     return f"{found.mean:.3f}{interval}"
 

@@ -32,6 +32,11 @@ class Tuning:
     """Each with the mean of its seeds; by accuracy, the best first, and those without any last."""
 
     @property
+    def finished(self) -> int:
+        """Trials with a finished seed."""
+        return sum(bool(trial.summaries) for trial in self.trials)
+
+    @property
     def best(self) -> Cell | None:
         """The choice: of the trials within one standard error of the most accurate, the one with fewest FP32 layers.
 

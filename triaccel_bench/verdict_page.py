@@ -104,8 +104,7 @@ def _trials_finished(evidence: Evidence, model: str) -> dict[str, int]:
     finished = dict.fromkeys(METHODS_TUNED, 0)
     for each in evidence.tunings:
         if (each.dataset, each.model) == ("cifar10", model) and each.method in finished:
-            count = sum(bool(trial.summaries) for trial in each.trials)
-            finished[each.method] = max(finished[each.method], count)
+            finished[each.method] = max(finished[each.method], each.finished)
     return finished
 
 

@@ -129,13 +129,9 @@ def _whole_runs(evidence: Evidence) -> list[str]:
                 continue
             found = compare.paired(values(ours, "training_seconds"), values(theirs, "training_seconds"), ratio=True)
             if found is not None:
-                between = "" if found.low is None else f" [{found.low:.3f}, {found.high:.3f}]"
-                told.append(f"{label} × {found.mean:.3f}{between} {METHODS[against]}'s, n = {found.n}")
-    return (
-        [f"Time and score are of the last epochs. Training seconds of whole runs, no target: {'; '.join(told)}."]
-        if told
-        else []
-    )
+                told.append(f"{label} × {footers.ratio(found)} {METHODS[against]}'s, n = {found.n}")
+    said = f"Time and score are of the last epochs. Training seconds of whole runs, no target: {'; '.join(told)}."
+    return [said] if told else []
 
 
 SAID = {
@@ -308,13 +304,12 @@ def levelled_off(found: compare.Difference | None) -> tuple[str, str]:
 def trials(evidence: Evidence) -> Table:
     rows = []
     for each in evidence.tunings:
-        finished = [trial for trial in each.trials if trial.summaries]
         chosen = (
             "" if each.best is None else ", ".join(f"{key}={value}" for key, value in tuning.values(each.best).items())
         )
         best = NOT_MEASURED if each.best is None else f"{tuning.accuracy(each.best):.2f}"
         names = DATASET_LABELS.get(each.dataset, each.dataset), MODEL_LABELS.get(each.model, each.model)
-        epochs, told = each.trials[0].runs[0].epochs_planned, f"{len(finished)} of {len(each.trials)}"
+        epochs, told = each.trials[0].runs[0].epochs_planned, f"{each.finished} of {len(each.trials)}"
         rows.append((*names, METHODS.get(each.method, each.method), told, str(epochs), best, chosen))
     notes = (
         []
