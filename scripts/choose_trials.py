@@ -2,13 +2,15 @@
 """Choose each method's best trial by validation accuracy, and write its values with their origin into conf/tuned.
 
 What is within one standard error of the most accurate trial is a tie, which goes to the plan with fewest FP32 layers.
+Where some trials were given more seeds than others, the choice is among these, by their means.
 
-python scripts/choose_trials.py [RECORDS ...] [--out DIR] [--force]     folders searched for run.json (results/tuning)
+python scripts/choose_trials.py [RECORDS ...] [--out DIR] [--force | --keep]  folders of run.json
 
 Without --out they go where triaccel-bench reads them: into the conf of the package that is installed.
 Every method has to have had every trial; one that diverged or ran out of memory was a trial, and lost. A file that is
 there stays as it is unless --force is given, since reported runs may rest on it. Exit codes: 0 all are chosen; 1 some
-method lacks trials or has another choice on file; 2 no trials, or a choice that cannot be read or written.
+method lacks trials or has another choice on file (which --keep allows); 2 no trials, or a choice that cannot be read
+or written.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Choose each method's best trial by validation accuracy.")
     parser.add_argument("results", nargs="*", type=Path, default=[Path("results/tuning")], metavar="RECORDS")
     parser.add_argument("--out", type=Path, default=TUNED, metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--force", action="store_true", help="replace files that hold another choice")
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument("--force", action="store_true", help="replace files that hold another choice")
+    other.add_argument("--keep", action="store_true", help="a file that holds another choice is no fault")
     options = parser.parse_args(arguments)
     found = _found(options.results)
     if not found:
@@ -45,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"No trials below {told}; make some by: triaccel-bench +experiment=reproduce/tuning", file=sys.stderr)
         return 2
     names = [(tuning.dataset, tuning.model, tuning.method) for tuning in found]
-    choices, faults, unusable = {}, [], []
+    choices, kept, faults, unusable = {}, [], [], []
     for tuning, name in zip(found, names):
         path = options.out / f"{'-'.join(name)}.yaml"
         if names.count(name) > 1:
@@ -60,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if _on_file(path, options.force) in (None, text):
                     choices[path] = text.encode()
                 else:
-                    faults.append(f"{path.name}: holds another choice, which stays; --force replaces it")
+                    kept.append(f"{path.name}: holds another choice, which stays; --force replaces it")
             except Unreadable as error:
                 unusable.append(str(error))
     try:
@@ -70,9 +74,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         unusable.append(f"{options.out}: expected a folder that can be written, got {error}; name another by --out")
     else:
         print(*(f"Written: {path}" for path in choices), sep="\n", end="\n" * bool(choices))
-    print(*faults, sep="\n", end="\n" * bool(faults))
+    told = [*kept, *faults]
+    print(*told, sep="\n", end="\n" * bool(told))
     print(*unusable, sep="\n", end="\n" * bool(unusable), file=sys.stderr)
-    return 2 if unusable else 1 if faults else 0
+    return 2 if unusable else 1 if faults or (kept and not options.keep) else 0
 
 
 class Unreadable(Exception):
@@ -111,20 +116,23 @@ def _on_file(path: Path, replaced: bool) -> str | None:
 def chosen(tuning: Tuning, best: Cell) -> str:
     """The file of the group ``tuned`` for a method on a network and data set."""
     dataset, first = best.settings["dataset"], best.runs[0]
-    finished = sum(accuracy(trial) is not None for trial in tuning.trials)
-    code = first.provenance.code_hash if first.provenance else None
-    first_of_all = tuning.trials[0]
-    why = f"the best of {len(tuning.trials)} ({finished} finished)"
+    codes = sorted({str(run.provenance.code_hash) for run in best.runs if run.provenance})
+    first_of_all, finalists = tuning.trials[0], len(tuning.finalists)
+    among = f"{len(tuning.trials)} ({tuning.finished} finished)"
+    if finalists < tuning.finished:
+        among = f"{finalists} with {len(best.summaries)} seeds, finalists of {among}"
+    why = f"the best of {among}"
     if best is not first_of_all:
         why = (
-            f"of {len(tuning.trials)} ({finished} finished) within one standard error of the most accurate, "
+            f"of {among} within one standard error of the most accurate, "
             f"{_trial_name(first_of_all)} with {accuracy(first_of_all):.2f} %, the one with fewest FP32 layers"
         )
     origin = (
         f"Trial {_trial_name(best)}, {why}:",
         f"{accuracy(best):.2f} % of the validation images",
         f"(validation_fraction {dataset['validation_fraction']}), epochs {first.epochs_planned}, seeds "
-        f"{', '.join(str(run.seed) for run in best.runs)}, on {best.device_name}, sources {code}.",
+        f"{', '.join(str(run.seed) for run in best.runs)}, on {best.device_name}, "
+        f"sources {', '.join(codes) or 'unknown'}.",
         "Written by scripts/choose_trials.py.",
     )
     config = OmegaConf.create()

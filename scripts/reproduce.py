@@ -16,7 +16,7 @@ import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -25,7 +25,17 @@ from omegaconf.errors import OmegaConfBaseException
 from triaccel_bench import cli, runner, tables_cli
 from triaccel_bench.outcomes import TIME_IS_UP
 from triaccel_bench.preflight import duration
-from triaccel_bench.reproduction import PARTS, Forecast, Forecaster, Sweep, controls, limited, sweep, tuning_root
+from triaccel_bench.reproduction import (
+    PARTS,
+    Forecast,
+    Forecaster,
+    Sweep,
+    controls,
+    finalists,
+    limited,
+    sweep,
+    tuning_root,
+)
 from triaccel_bench.results import run_files
 from triaccel_bench.runner import Refused
 from triaccel_bench.settings import Settings, SettingsError
@@ -102,10 +112,10 @@ def _run_parts(parts: Sequence[str], given: Sequence[str], name: str, trials: st
             ended = cli.run(list(limited(wanted, left).overrides))
             if ended in (TIME_IS_UP, INTERRUPTED):
                 return ended
-            if part == "tuning":
-                # A trial that diverged has lost, which is no failure of the reproduction.
-                ended = max(0 if ended == SOME_FAILED else ended, SOME_FAILED if choose_trials.main([trials]) else 0)
-            worst = max(worst, ended)
+            # A trial that diverged has lost, which is no failure of the reproduction.
+            worst = max(worst, 0 if part == "tuning" and ended == SOME_FAILED else ended)
+        if part == "tuning" and choose_trials.main([trials, "--keep"]):
+            worst = max(worst, SOME_FAILED)
         if part == "controls" and _lacking(given, name):
             worst = max(worst, SOME_FAILED)
     return worst
@@ -121,11 +131,14 @@ def _write_results(roots: Sequence[str]) -> int:
     return max(tables_cli.main(["--results", roots[0]]), tables_cli.main(["verdicts", "--results", *roots]))
 
 
-def _sweeps(part: str, given: Sequence[str], name: str) -> list[Sweep]:
-    """Of a part as records stand now."""
-    if part != "controls":
-        return [sweep(part, given)]
-    return controls(sweep("table1", given).jobs(), name, given)[0]
+def _sweeps(part: str, given: Sequence[str], name: str) -> Iterator[Sweep]:
+    """Of a part as records stand when each is asked for."""
+    if part == "controls":
+        yield from controls(sweep("table1", given).jobs(), name, given)[0]
+        return
+    yield sweep(part, given)
+    if part == "tuning":
+        yield from finalists(sweep(part, given).jobs(), name, given)[0]
 
 
 def _lacking(given: Sequence[str], name: str) -> bool:
@@ -158,8 +171,13 @@ def _say_what_it_takes(
         else:
             jobs = sweep(part, given).jobs()
             coming |= {job.model.name for job in jobs if part in ("table1", "seeds")}
-            forecasts.append(forecaster.forecast(part, jobs))
             commands.append(sweep(part, given).command)
+            if part == "tuning":
+                second, promised = finalists(jobs, name, given)
+                jobs += [*(job for each in second for job in each.jobs()), *promised]
+                commands += [each.command for each in second]
+                commands += ["# then the best trials of each method with more seeds"] * bool(promised)
+            forecasts.append(forecaster.forecast(part, jobs))
     _print_forecasts(forecasts)
     return commands
 

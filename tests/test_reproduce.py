@@ -17,7 +17,7 @@ from triaccel_bench import cli, reproduction, runner
 from triaccel_bench.configuration import CONFIG_PACKAGE, compose
 from triaccel_bench.identity import RESULTS_VERSION, flat, identifying_settings, identity
 from triaccel_bench.records import planned_run, write_run
-from triaccel_bench.reproduction import PARTS, Forecaster, Sweep, controls, sweep
+from triaccel_bench.reproduction import PARTS, Forecaster, Sweep, controls, finalists, sweep
 from triaccel_bench.runner import seed_folder
 from triaccel_bench.settings import Settings
 from triaccel_bench.tuning import KEYS
@@ -170,6 +170,61 @@ def test_a_tie_within_one_standard_error_goes_to_the_plan_with_fewest_fp32_layer
     assert "\n# 74.40 % of the validation images" in text
     assert "Trial t5, of 8" in choice({2: (75.0, 9), 5: (74.5, 3), 6: (74.45, 3)})  # equals: the more accurate
     assert "Trial t2, the best of 8" in choice({2: (75.0, 9), 5: (74.3, 3)})
+
+
+def test_the_best_trials_of_a_network_that_scatters_get_more_seeds_and_the_choice_is_by_their_means(tmp_path, capsys):
+    given = ["method=amp"]
+    trials = sweep("tuning", given).jobs()
+    assert finalists([job for job in trials if job.model.name == "resnet18"], CARD, given) == ([], [])
+    (none, coming) = finalists(trials, CARD, given)
+    assert none == [] and [(job.model.name, job.seeds) for job in coming] == [("efficientnet_b0", (100, 101, 102))] * 2
+    network = [job for job in trials if job.model.name == "efficientnet_b0"]
+    for number, job in enumerate(network):
+        record(job, 100, accuracy={5: 80.0, 2: 79.0}.get(number, 70.0 + number))
+    (second,), coming = finalists(trials, CARD, given)
+    assert coming == [] and second.overrides[1:] == ("model=efficientnet_b0", "method=amp", "+trial=t2,t5")
+    jobs = second.jobs()
+    assert [identity(job, CARD) for job in jobs] == [identity(network[n], CARD) for n in (2, 5)]
+    out = tmp_path / "tuned"
+    path = out / "cifar10-efficientnet_b0-amp.yaml"
+    assert choose_trials.main(["--out", str(out)]) == 0 and "Trial t5, the best of 8 (8 finished)" in path.read_text()
+    for job, accuracies in zip(jobs, [(78.0, 77.0), (70.0, 69.0)]):
+        for seed, accuracy in zip((101, 102), accuracies):
+            record(job, seed, accuracy=accuracy)
+    assert finalists(trials, CARD, given) == (
+        [second],
+        [],
+    )  # what the second round found changes nothing of who is in it
+    capsys.readouterr()
+    assert choose_trials.main(["--out", str(out), "--keep"]) == 0 and "Trial t5" in path.read_text()
+    assert "holds another choice, which stays" in capsys.readouterr().out
+    assert choose_trials.main(["--out", str(out), "--force"]) == 0
+    text = path.read_text()
+    assert "Trial t2, the best of 2 with 3 seeds, finalists of 8 (8 finished):\n# 78.00 %" in text
+    assert "seeds 100, 101, 102, on" in text
+
+
+def test_of_a_second_round_only_trials_with_all_seeds_are_compared(tmp_path):
+    for number, job in enumerate(sweep("tuning", ["model=efficientnet_b0", "method=amp"]).jobs()):
+        for seed in (100, 101)[: 1 + (number == 3)]:
+            record(job, seed, accuracy=60.0 + 10 * (number == 6))
+    assert choose_trials.main(["--out", str(tmp_path)]) == 0
+    text = (tmp_path / "cifar10-efficientnet_b0-amp.yaml").read_text()
+    assert "Trial t3, the best of 1 with 2 seeds, finalists of 8 (8 finished):\n# 60.00 %" in text
+
+
+def test_tuning_is_two_rounds_and_then_a_choice(monkeypatch):
+    rounds = []
+    monkeypatch.setattr(choose_trials, "main", lambda arguments: rounds.append(arguments[1:]) or 0)
+    given = "model=efficientnet_b0", "method=amp", "+trial=t1,t4"
+    for job, accuracy in zip(sweep("tuning", list(given)).jobs(), (50.0, 60.0)):
+        record(job, 100, accuracy=accuracy)
+    monkeypatch.setattr(runner, "device_name", lambda settings: CARD)
+    monkeypatch.setattr(runner, "epoch_seconds", lambda settings: 1.0)
+    monkeypatch.setattr(cli, "run", lambda overrides: rounds.append(overrides) or 0)
+    assert reproduce.main([*given, "--only", "tuning"]) == 0
+    assert [each[0].rpartition("/")[2] for each in rounds] == ["tuning", "finalists", "--keep"]
+    assert rounds[1][-1] == "+trial=t1,t4"
 
 
 def test_tuned_values_are_those_of_one_network_and_data_set_and_of_no_loop_of_ones_own():

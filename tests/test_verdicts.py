@@ -261,6 +261,18 @@ def test_targets_of_made_up_records():
     assert next(each for each in targets.reached(worse) if each.field == "accuracy_percent").outcome == "missed"
 
 
+@pytest.mark.parametrize("accuracies, outcome", [
+    ((79.9, 80.0, 80.1), "met"), ((79.2, 80.0, 80.8), "not shown"), ((79.5, 79.7, 79.6), "not shown"),
+    ((79.3, 79.4, 79.5), "missed"), ((65.7, 70.2, 67.0), "missed"),
+])  # fmt: skip
+def test_accuracy_is_missed_where_the_whole_interval_loses_more_than_the_margin(accuracies, outcome):
+    ours = cell("resnet18", "triaccel_plus")
+    for one, accuracy in zip(ours, accuracies):
+        one.epochs[-1].evaluation_accuracy_percent = accuracy
+    found = targets.reached(evidence(*ours, *cell("resnet18", "fp32"), *cell("resnet18", "amp")))
+    assert {each.outcome for each in found if each.field == "accuracy_percent"} == {outcome, "not tested"}
+
+
 def test_a_time_of_the_last_epochs_stands_beside_that_of_the_whole_run():
     """A method whose epochs become shorter is not to be told by its shortest alone."""
     early = {number: 12.5 for number in range(1, 6)}
@@ -300,6 +312,8 @@ def test_the_page_says_that_the_papers_method_loses_to_amp_and_where_its_time_go
     text = page(Results(tuple(study())))
     assert "ResNet-18: it loses in time (× 2.000 [" in text
     assert "Tri-Accel against AMP: +7.000 s an epoch, of which controller" in text
+    alike = page(Results(tuple(study(triaccel=FIGURES["amp"]))))
+    assert re.search(r"ResNet-18: no difference is shown: .*time × 1.000 \[1.000, 1.000\], n = 3", alike)
 
 
 @pytest.mark.parametrize("gains, said", [

@@ -21,12 +21,14 @@ from triaccel_bench.settings import Settings
 from triaccel_bench.stats import LAST_EPOCHS, summarise
 
 PARTS = {
-    "tuning": "trials of learning rate, weight decay and thresholds on held-out training images",
+    "tuning": "trials of learning rate, weight decay and thresholds on held-out training images, in two rounds",
     "table1": "Table 1 on CIFAR-10",
     "table2": "Table 2",
     "seeds": "ten seeds for claims about accuracy",
     "controls": "where Tri-Accel+'s gain comes from",
 }
+FINALISTS = 2
+"""Trials of a method that have a second round."""
 OURS, EQUAL_TIME, STATIC = "triaccel_plus", ("fp32", "amp"), "amp"
 """The method that controls are of, what is given its time, and what is given its batch."""
 
@@ -66,6 +68,37 @@ def tuning_root(table1: Sequence[Settings], given: Sequence[str]) -> str:
     first = table1[0]
     one = f"model={first.model.name}", f"method={first.method.name}", "+trial=t0"
     return sweep("tuning", [*_without(given, "model", "method", "trial"), *one]).jobs()[0].results.root
+
+
+def finalists(trials: Sequence[Settings], device_name: str, given: Sequence[str]) -> tuple[list[Sweep], list[Settings]]:
+    """The second round of tuning: of each method the trials that were most accurate in the first, with more seeds.
+
+    Of networks whose accuracy one seed does not tell (``conf/experiment/reproduce/finalists.yaml``).
+
+    Args:
+        trials: of the first round, as its sweep has them.
+
+    Returns:
+        A sweep a method and network by the records of the first round, and the runs to come where there are none yet.
+    """
+    kept = _without(given, "model", "method", "trial")
+    networks = {job.model.name for job in sweep("finalists", ["method=fp32", "+trial=t0"]).jobs()}
+    tried = next((text.partition("=")[2].split(",") for text in given if text.lstrip("+").startswith("trial=")), None)
+    found, coming = [], []
+    for model, method in dict.fromkeys((job.model.name, job.method.name) for job in trials):
+        if model not in networks:
+            continue
+        jobs = [job for job in trials if (job.model.name, job.method.name) == (model, method)]
+        runs = {n: finished_run(job, device_name, job.seeds[0]) for n, job in enumerate(jobs)}
+        scores = {n: summarise(run).accuracy_percent for n, run in runs.items() if run is not None}
+        best = sorted(sorted(scores, key=lambda n: -scores[n])[:FINALISTS])
+        names = [tried[n] if tried else f"t{n}" for n in best or range(min(FINALISTS, len(jobs)))]
+        chosen = sweep("finalists", [*kept, f"model={model}", f"method={method}", f"+trial={','.join(names)}"])
+        if best:
+            found.append(chosen)
+        else:
+            coming += chosen.jobs()
+    return found, coming
 
 
 def controls(table1: Sequence[Settings], device_name: str, given: Sequence[str]) -> tuple[list[Sweep], list[str]]:

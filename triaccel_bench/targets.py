@@ -37,7 +37,7 @@ AT_LEAST = ("score",)
 RULES = (
     "met: the whole 95 % interval lies on the right side of the target, its end included; missed: on the wrong side; "
     "not shown: the target lies within. Accuracy: met where the one-sided 95 % bound loses no more than the margin, "
-    "missed where a loss is shown, and not shown otherwise."
+    "missed where the whole 95 % interval loses more, and not shown otherwise."
 )
 
 
@@ -84,7 +84,7 @@ def _accuracy(compared: Compared | None, margin: float) -> tuple[str, Outcome]:
         *(values(cell, "accuracy_percent") for cell in (compared.ours, compared.theirs)), margin
     )
     text = f"{compared.text}; one-sided bound {-bound.below:+.2f}"
-    return text, "met" if bound.holds else "missed" if compared.verdict == "lower" else "not shown"
+    return text, "met" if bound.holds else "missed" if compared.found.high < -margin else "not shown"
 
 
 def _text(compared: Compared | None) -> str:

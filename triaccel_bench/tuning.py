@@ -29,7 +29,7 @@ class Tuning:
     model: str
     method: str
     trials: tuple[Cell, ...]
-    """Each with the mean of its seeds; by accuracy, the best first, and those without any last."""
+    """Each with the mean of its seeds: those of most finished seeds first, by accuracy, and those without any last."""
 
     @property
     def finished(self) -> int:
@@ -37,8 +37,13 @@ class Tuning:
         return sum(bool(trial.summaries) for trial in self.trials)
 
     @property
+    def finalists(self) -> list[Cell]:
+        """Trials with as many finished seeds as any: where some were given a second round, only these."""
+        return [trial for trial in self.trials if len(trial.summaries) == len(self.trials[0].summaries)]
+
+    @property
     def best(self) -> Cell | None:
-        """The choice: of the trials within one standard error of the most accurate, the one with fewest FP32 layers.
+        """The choice: of the finalists within one standard error of the most accurate, the one with fewest FP32 layers.
 
         The error is binomial, sqrt(p (100 - p) / n) points of n validation images: what is within it is a tie, which
         goes to the cheaper plan, as the one-standard-error rule has it (Breiman et al., 1984), and
@@ -48,7 +53,7 @@ class Tuning:
         if most is None:
             return None
         least = most - _standard_error(self.trials[0], most)
-        near = [trial for trial in self.trials if (found := accuracy(trial)) is not None and found >= least]
+        near = [trial for trial in self.finalists if (found := accuracy(trial)) is not None and found >= least]
         return min(near, key=_fp32_layers)
 
 
@@ -95,4 +100,4 @@ def _conditions(cell: Cell) -> tuple:
 def _rank(trial: Cell) -> tuple[float | str, ...]:
     found = accuracy(trial)
     # Of equals the same trial for every method: a cell's name would be another draw for each.
-    return (float("inf") if found is None else -found), *values(trial).values()
+    return -len(trial.summaries), (float("inf") if found is None else -found), *values(trial).values()

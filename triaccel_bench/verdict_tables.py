@@ -215,7 +215,8 @@ def losses(evidence: Evidence) -> list[str]:
         if not known:
             told.append(f"{where}: no pair of seeds to tell by.")
         else:
-            told.append(f"{where}: it {' and '.join(parts) if parts else 'shows no difference'}.")
+            open_ = _list(f"{QUANTITY_NAMES[field]} {each.text}" for field, each in known.items())
+            told.append(f"{where}: {'it ' + ' and '.join(parts) if parts else 'no difference is shown: ' + open_}.")
     return told
 
 
@@ -310,14 +311,16 @@ def trials(evidence: Evidence) -> Table:
         best = NOT_MEASURED if each.best is None else f"{tuning.accuracy(each.best):.2f}"
         names = DATASET_LABELS.get(each.dataset, each.dataset), MODEL_LABELS.get(each.model, each.model)
         epochs, told = each.trials[0].runs[0].epochs_planned, f"{each.finished} of {len(each.trials)}"
-        rows.append((*names, METHODS.get(each.method, each.method), told, str(epochs), best, chosen))
+        seeds = NOT_MEASURED if each.best is None else str(len(each.best.summaries))
+        rows.append((*names, METHODS.get(each.method, each.method), told, str(epochs), best, seeds, chosen))
     notes = (
         []
         if rows
         else ["No trials of this device among the records: all methods ran with the values that their records hold."]
     )
     notes += [f"{name(cell)} and {name(other)}: {apart}" for cell, other, apart in _own_rates(evidence)]
-    header = ("Dataset", "Architecture", "Method", "Trials finished", "Epochs", "Validation accuracy (%)", "Best")
+    best = "Validation accuracy (%)", "Seeds", "Best"
+    header = ("Dataset", "Architecture", "Method", "Trials finished", "Epochs", *best)
     return _table("Tuning", "On training images that were held out.", header, rows, notes, text_columns=3)
 
 
