@@ -203,10 +203,9 @@ def _print_forecasts(forecasts: Sequence[Forecast]) -> None:
     total = sum(forecast.minutes for forecast in forecasts)
     for forecast in forecasts:
         print(f"  {forecast.part:<9} {forecast.runs:>4} runs, {forecast.done:>4} done, {_told(forecast.minutes)} left")
-    print(
-        f"In all about {_told(total)}, one run after the other. A run that several parts share counts in the first.",
-        flush=True,
-    )
+    about = "" if math.isnan(total) else "about "
+    counts = "A run that several parts share counts in the first."
+    print(f"In all {about}{_told(total)}, one run after the other. {counts}", flush=True)
 
 
 def _told(minutes: float) -> str:

@@ -1,5 +1,7 @@
 """The loop around a model and an optimizer of one's own."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -32,11 +34,13 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         "method.update.momentum_dtype=bf16",
         "method.batch.growth=schedule",
         "model.checkpointing=true",
+        "optimizer.lr=0.2",
+        "+optimizer.momentum=0.5",
     ],
 )
 def test_what_a_loop_of_ones_own_cannot_do_is_refused(override):
     model, optimizer = parts()
-    with pytest.raises(SettingsError, match=f"{override.split('=')[0]}.*: expected .*; "):
+    with pytest.raises(SettingsError, match=f"{re.escape(override.split('=')[0])}.*: expected .*; "):
         TriAccel(model, optimizer, overrides=[override])
 
 

@@ -183,6 +183,10 @@ def test_the_command_packs_and_makes_the_boxs_tables(tmp_path, monkeypatch, caps
     assert len(said) == 3 and "expected a new folder" in said[0] and said[1].startswith("Left out: ")
     with pytest.raises(SystemExit):
         tables_cli.main(["pack", "--box", "../up"])
+    monkeypatch.chdir(tmp_path / "results")
+    assert tables_cli.main(["boxes"]) == 2 and not Path("results").exists()
+    assert "expected <box>/runs there, got none; run this in the project's folder" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
     assert tables_cli.main(["boxes"]) == 0
     assert NOT_MEASURED in (tmp_path / "results/reference/boxes.md").read_text()
 

@@ -64,6 +64,11 @@ class TriAccel:
                 "method=replay: expected a method that decides, since a recorded schedule counts the benchmark's own "
                 "steps; use another"
             )
+        if of_optimizer := [text for text in overrides if text.lstrip("+~").startswith("optimizer.")]:
+            raise SettingsError(
+                f"{', '.join(of_optimizer)}: expected no setting of the optimizer in a loop of your own, which brings its "
+                "own; set it there"
+            )
         device = next(model.parameters()).device
         of_this_loop = [f"method={method}", f"device={device.type}", f"method.batch.initial={batch}"]
         # Tuned values, and what a method sets of a network, are those of the benchmark's own networks and data.

@@ -38,11 +38,15 @@ class Pace:
 
 
 def images_for(dataset: DatasetSettings) -> ImageSet:
-    """The data set, or where it has not been fetched yet noise of its shape, which trains as fast."""
+    """The data set, or where it has not been fetched yet noise of its shape, which trains as fast.
+
+    Raises:
+        DataError: ``dataset.path`` names none, or there is none whose shape is known.
+    """
     try:
         return load(dataset.model_copy(update={"download": False}))
     except DataError:
-        if dataset.train_size is None or dataset.test_size is None:
+        if dataset.path is not None or dataset.train_size is None or dataset.test_size is None:
             raise
         return load(dataset.model_copy(update={"name": "synthetic", "path": None}))
 

@@ -234,7 +234,11 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _write_boxes(options: argparse.Namespace) -> int:
-    table = boxes_table(read_results(sorted(REFERENCE.glob("*/runs"))))
+    packs = sorted(REFERENCE.glob("*/runs"))
+    if not packs:
+        print(f"{REFERENCE}: expected <box>/runs there, got none; run this in the project's folder", file=sys.stderr)
+        return REFUSED
+    table = boxes_table(read_results(packs))
     written = _written({"boxes": table}, REFERENCE, "free space there")
     if written is None:
         return REFUSED
