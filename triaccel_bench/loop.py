@@ -66,8 +66,8 @@ class TriAccel:
             )
         if of_optimizer := [text for text in overrides if text.lstrip("+~").startswith("optimizer.")]:
             raise SettingsError(
-                f"{', '.join(of_optimizer)}: expected no setting of the optimizer in a loop of your own, which brings its "
-                "own; set it there"
+                f"{', '.join(of_optimizer)}: expected none of its settings in a loop of your own, which brings its "
+                "own optimizer; set it there"
             )
         device = next(model.parameters()).device
         of_this_loop = [f"method={method}", f"device={device.type}", f"method.batch.initial={batch}"]
