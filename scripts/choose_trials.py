@@ -2,7 +2,7 @@
 """Choose each method's best trial by validation accuracy, and write its values with their origin into conf/tuned.
 
 What is within one standard error of the most accurate trial is a tie, which goes to the plan with fewest FP32 layers.
-Where some trials were given more seeds than others, the choice is among these, by their means.
+Where one seed does not tell trials apart, the choice is among the best two, by their means over more seeds.
 
 python scripts/choose_trials.py [RECORDS ...] [--out DIR] [--force | --keep]  folders of run.json
 
@@ -19,20 +19,17 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 
 from omegaconf import OmegaConf
 
 from triaccel_bench.cells import Cell
-from triaccel_bench.configuration import CONFIG_PACKAGE
 from triaccel_bench.files import write_together
-from triaccel_bench.identity import flat
+from triaccel_bench.reproduction import TRIALS, trial_files, trial_name
 from triaccel_bench.results import read_results
-from triaccel_bench.tuning import Tuning, accuracy, tunings, values
+from triaccel_bench.tuning import SECOND_ROUND, Tuning, accuracy, tunings, values
 
-CONF = Path(str(files(CONFIG_PACKAGE)))
-TRIALS, TUNED = CONF / "trial", CONF / "tuned"
+TUNED = TRIALS.parent / "tuned"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,12 +47,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     names = [(tuning.dataset, tuning.model, tuning.method) for tuning in found]
     choices, kept, faults, unusable = {}, [], [], []
+    every = trial_files().keys()
     for tuning, name in zip(found, names):
         path = options.out / f"{'-'.join(name)}.yaml"
         if names.count(name) > 1:
             faults.append(f"{path.name}: expected trials of one device and one length, got several; name one folder")
-        elif lacking := sorted(_trial_files().keys() - {_trial_name(trial) for trial in tuning.trials}):
+        elif lacking := sorted(every - {trial_name(trial) for trial in tuning.trials}):
             faults.append(f"{path.name}: expected every trial, {', '.join(lacking)} lacking; run the tuning again")
+        elif fewer := ", ".join(f"{trial_name(trial)} lacks {seeds}" for trial, seeds in tuning.lacking):
+            seeds = SECOND_ROUND[tuning.model]
+            faults.append(
+                f"{path.name}: expected {seeds} seeds of the best trials, {fewer}; run the tuning's second round"
+            )
         elif tuning.best is None:
             faults.append(f"{path.name}: none of {len(tuning.trials)} trials was finished; look at their records")
         else:
@@ -117,21 +120,21 @@ def chosen(tuning: Tuning, best: Cell) -> str:
     """The file of the group ``tuned`` for a method on a network and data set."""
     dataset, first = best.settings["dataset"], best.runs[0]
     codes = sorted({str(run.provenance.code_hash) for run in best.runs if run.provenance})
-    first_of_all, finalists = tuning.trials[0], len(tuning.finalists)
     among = f"{len(tuning.trials)} ({tuning.finished} finished)"
-    if finalists < tuning.finished:
-        among = f"{finalists} with {len(best.summaries)} seeds, finalists of {among}"
+    if tuning.model in SECOND_ROUND:
+        among = f"{len(tuning.finalists)} in the second round, the best of {among}"
+    most = tuning.ranked[0]
     why = f"the best of {among}"
-    if best is not first_of_all:
+    if best is not most:
         why = (
             f"of {among} within one standard error of the most accurate, "
-            f"{_trial_name(first_of_all)} with {accuracy(first_of_all):.2f} %, the one with fewest FP32 layers"
+            f"{trial_name(most)} with {accuracy(most):.2f} %, the one with fewest FP32 layers"
         )
     origin = (
-        f"Trial {_trial_name(best)}, {why}:",
+        f"Trial {trial_name(best)}, {why}:",
         f"{accuracy(best):.2f} % of the validation images",
         f"(validation_fraction {dataset['validation_fraction']}), epochs {first.epochs_planned}, seeds "
-        f"{', '.join(str(run.seed) for run in best.runs)}, on {best.device_name}, "
+        f"{', '.join(str(summary.seed) for summary in best.summaries)}, on {best.device_name}, "
         f"sources {', '.join(codes) or 'unknown'}.",
         "Written by scripts/choose_trials.py.",
     )
@@ -139,16 +142,6 @@ def chosen(tuning: Tuning, best: Cell) -> str:
     for key, value in values(best).items():
         OmegaConf.update(config, key, OmegaConf.create(f"value: {value}").value)
     return "\n".join(["# @package _global_", *(f"# {line}" for line in origin), OmegaConf.to_yaml(config)])
-
-
-def _trial_files() -> dict[str, dict[str, object]]:
-    return {path.stem: dict(flat(OmegaConf.to_container(OmegaConf.load(path)))) for path in TRIALS.glob("*.yaml")}
-
-
-def _trial_name(trial: Cell) -> str | None:
-    """Which of the files it was; ``None``: it was none of them."""
-    tried = {key: OmegaConf.create(f"value: {text}").value for key, text in values(trial).items()}
-    return next((name for name, file in _trial_files().items() if tried == {key: file[key] for key in tried}), None)
 
 
 if __name__ == "__main__":

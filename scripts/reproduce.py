@@ -31,8 +31,8 @@ from triaccel_bench.reproduction import (
     Forecaster,
     Sweep,
     controls,
-    finalists,
     limited,
+    second_round,
     sweep,
     tuning_root,
 )
@@ -138,7 +138,7 @@ def _sweeps(part: str, given: Sequence[str], name: str) -> Iterator[Sweep]:
         return
     yield sweep(part, given)
     if part == "tuning":
-        yield from finalists(sweep(part, given).jobs(), name, given)[0]
+        yield from second_round(name, given)[0]
 
 
 def _lacking(given: Sequence[str], name: str) -> bool:
@@ -173,10 +173,11 @@ def _say_what_it_takes(
             coming |= {job.model.name for job in jobs if part in ("table1", "seeds")}
             commands.append(sweep(part, given).command)
             if part == "tuning":
-                second, promised = finalists(jobs, name, given)
+                second, promised = second_round(name, given)
                 jobs += [*(job for each in second for job in each.jobs()), *promised]
                 commands += [each.command for each in second]
-                commands += ["# then the best trials of each method with more seeds"] * bool(promised)
+                networks = ", ".join(dict.fromkeys(job.model.name for job in promised))
+                commands += [f"# then each method's best trials on {networks} with more seeds"] * bool(promised)
             forecasts.append(forecaster.forecast(part, jobs))
     _print_forecasts(forecasts)
     return commands

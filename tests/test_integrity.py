@@ -257,6 +257,24 @@ def test_a_clock_that_is_put_back_ends_no_run_before_its_beginning(tmp_path, mon
     assert 0 < found.epochs[0].train_seconds < 600
 
 
+def test_sources_that_are_new_to_git_are_changes(tmp_path, monkeypatch):
+    def git(*arguments):
+        own = "-c", "user.name=a", "-c", "user.email=a@b"
+        subprocess.run(["git", "-C", str(tmp_path), *own, *arguments], check=True, capture_output=True)
+
+    (tmp_path / "triaccel_bench").mkdir()
+    (tmp_path / "triaccel_bench" / "__init__.py").touch()
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "first")
+    monkeypatch.setattr(worker.triaccel_bench, "__file__", str(tmp_path / "triaccel_bench" / "__init__.py"))
+    (tmp_path / "notes.yaml").touch()
+    assert worker._git_state()[1] is False
+    (tmp_path / "conf" / "tuned").mkdir(parents=True)
+    (tmp_path / "conf" / "tuned" / "mine.yaml").touch()
+    assert worker._git_state()[1] is True
+
+
 def test_durations_come_from_clocks_that_nobody_sets():
     """The wall's clock is for dates: only ``worker._now`` asks it."""
     of_the_wall = {

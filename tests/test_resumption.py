@@ -291,8 +291,9 @@ def interrupted(tmp_path_factory):
     return folder / CHECKPOINT_FILE
 
 
-def test_the_worker_goes_on_says_so_and_removes_what_it_went_on_from(interrupted, tmp_path):
+def test_the_worker_goes_on_says_so_and_removes_what_it_went_on_from(interrupted, tmp_path, monkeypatch):
     (tmp_path / CHECKPOINT_FILE).write_bytes(interrupted.read_bytes())
+    monkeypatch.setattr(worker, "_now", lambda: "2100-01-01T00:00:00+00:00")
     sent = run_seed(tmp_path)
     assert sent[-1] == ("finished", ("done", None))
     assert "resumed at epoch 2, step 4" in notes(sent)
@@ -301,6 +302,8 @@ def test_the_worker_goes_on_says_so_and_removes_what_it_went_on_from(interrupted
     assert [payload["epoch"] for kind, payload in sent if kind == "epoch"] == [2]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json", "trace.json.gz"]
     assert len(record.warnings) == len(set(record.warnings))
+    # Begun with the first process, ended with this one.
+    assert record.provenance.started_at < "2100-01-01" < record.provenance.finished_at
 
 
 def test_without_resume_nothing_is_read_or_written(interrupted, tmp_path, monkeypatch):

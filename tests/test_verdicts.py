@@ -303,6 +303,22 @@ def test_fewer_trials_than_another_method_had_are_told():
     assert "AMP (Static) (" not in page(Results((*study(), *trials, *shorter))), "another tuning takes nothing away"
 
 
+def test_the_page_says_by_how_many_seeds_a_trial_is_best_and_where_other_values_were_run():
+    tree = {"dataset": {"evaluate_on": "validation", "validation_fraction": 0.1}}
+    rate = {"optimizer": {"lr": 0.2}}
+    trials = cell("efficientnet_b0", "amp", (70.0, 7.0, 0.12), tree, (100,))
+    trials += cell("efficientnet_b0", "amp", (71.0, 7.0, 0.12), tree | rate, (100,), cell="b")
+    text = page(Results((*study(), *trials)))
+    alone = "CIFAR-10 / EfficientNet-B0: best of the first round alone"
+    assert alone in text and "EfficientNet-B0: no second round of trials of AMP (Static)." in text
+    assert "EfficientNet-B0 / AMP (Static): the runs above have optimizer.lr=0.1, " in text
+    second = cell("efficientnet_b0", "amp", (72.0, 7.0, 0.12), tree, (101, 102))
+    second += cell("efficientnet_b0", "amp", (69.0, 7.0, 0.12), tree | rate, (101, 102), cell="b")
+    text = page(Results((*study(), *trials, *second)))
+    assert alone not in text and "no second round" not in text and "the runs above have" not in text
+    assert re.search(r"AMP \(Static\) \| 2 of 2 \| 10 \| 73.33 \| 3 \| optimizer.lr=0.1, ", text)
+
+
 def test_the_methods_whose_trials_count_are_those_that_are_tuned():
     tuning = OmegaConf.load(Path(__file__).parent.parent / "conf" / "experiment" / "reproduce" / "tuning.yaml")
     assert tuple(tuning.hydra.sweeper.params.method.split(",")) == verdict_page.METHODS_TUNED
@@ -313,7 +329,9 @@ def test_the_page_says_that_the_papers_method_loses_to_amp_and_where_its_time_go
     assert "ResNet-18: it loses in time (× 2.000 [" in text
     assert "Tri-Accel against AMP: +7.000 s an epoch, of which controller" in text
     alike = page(Results(tuple(study(triaccel=FIGURES["amp"]))))
-    assert re.search(r"ResNet-18: no difference is shown: .*time × 1.000 \[1.000, 1.000\], n = 3", alike)
+    assert re.search(
+        r"ResNet-18: no difference is shown \(p corrected by Holm\): .*time × 1.000 \[1.000, 1.000\], n = 3", alike
+    )
 
 
 @pytest.mark.parametrize("gains, said", [

@@ -11,14 +11,21 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
 from statistics import fmean
 
+from omegaconf import OmegaConf
+
+from triaccel_bench.cells import Cell
 from triaccel_bench.cli import jobs_of
-from triaccel_bench.identity import identity
+from triaccel_bench.configuration import CONFIG_PACKAGE
+from triaccel_bench.identity import flat, identity
 from triaccel_bench.records import RunRecord
-from triaccel_bench.runner import finished_run, seed_folder
+from triaccel_bench.runner import finished_run, recorded_run, seed_folder
 from triaccel_bench.settings import Settings
 from triaccel_bench.stats import LAST_EPOCHS, summarise
+from triaccel_bench.tuning import FINALISTS, SECOND_ROUND, tunings, values
 
 PARTS = {
     "tuning": "trials of learning rate, weight decay and thresholds on held-out training images, in two rounds",
@@ -27,8 +34,7 @@ PARTS = {
     "seeds": "ten seeds for claims about accuracy",
     "controls": "where Tri-Accel+'s gain comes from",
 }
-FINALISTS = 2
-"""Trials of a method that have a second round."""
+TRIALS = Path(str(files(CONFIG_PACKAGE))) / "trial"
 OURS, EQUAL_TIME, STATIC = "triaccel_plus", ("fp32", "amp"), "amp"
 """The method that controls are of, what is given its time, and what is given its batch."""
 
@@ -70,34 +76,48 @@ def tuning_root(table1: Sequence[Settings], given: Sequence[str]) -> str:
     return sweep("tuning", [*_without(given, "model", "method", "trial"), *one]).jobs()[0].results.root
 
 
-def finalists(trials: Sequence[Settings], device_name: str, given: Sequence[str]) -> tuple[list[Sweep], list[Settings]]:
-    """The second round of tuning: of each method the trials that were most accurate in the first, with more seeds.
+def trial_files() -> dict[str, dict[str, object]]:
+    """What each of ``conf/trial`` sets, by its name and dotted key."""
+    return {
+        path.stem: dict(flat(OmegaConf.to_container(OmegaConf.load(path)))) for path in sorted(TRIALS.glob("*.yaml"))
+    }
 
-    Of networks whose accuracy one seed does not tell (``conf/experiment/reproduce/finalists.yaml``).
 
-    Args:
-        trials: of the first round, as its sweep has them.
+def trial_name(trial: Cell) -> str | None:
+    """Which of the files it was; ``None``: it was none of them."""
+    tried = {key: OmegaConf.create(f"value: {text}").value for key, text in values(trial).items()}
+    return next((name for name, file in trial_files().items() if tried == {key: file[key] for key in tried}), None)
+
+
+def second_round(device_name: str, given: Sequence[str]) -> tuple[list[Sweep], list[Settings]]:
+    """Of tuning: each method's finalists with more seeds, on networks of ``SECOND_ROUND``.
 
     Returns:
-        A sweep a method and network by the records of the first round, and the runs to come where there are none yet.
+        A sweep a method and network, by records of the whole first round; and the runs to come where that is not over.
     """
-    kept = _without(given, "model", "method", "trial")
-    networks = {job.model.name for job in sweep("finalists", ["method=fp32", "+trial=t0"]).jobs()}
-    tried = next((text.partition("=")[2].split(",") for text in given if text.lstrip("+").startswith("trial=")), None)
+    asked = _without(given, "trial")
+    # To compose every trial takes a while.
+    if not {job.model.name for job in sweep("tuning", [*asked, "+trial=t0"]).jobs()} & SECOND_ROUND.keys():
+        return [], []
+    first = [job for job in sweep("tuning", asked).jobs() if job.model.name in SECOND_ROUND]
     found, coming = [], []
-    for model, method in dict.fromkeys((job.model.name, job.method.name) for job in trials):
-        if model not in networks:
+    for dataset, model, method in dict.fromkeys((job.dataset.name, job.model.name, job.method.name) for job in first):
+        jobs = [job for job in first if (job.dataset.name, job.model.name, job.method.name) == (dataset, model, method)]
+        seeds = jobs[0].seeds
+        more = SECOND_ROUND[model] - len(seeds)
+        if more <= 0:
             continue
-        jobs = [job for job in trials if (job.model.name, job.method.name) == (model, method)]
-        runs = {n: finished_run(job, device_name, job.seeds[0]) for n, job in enumerate(jobs)}
-        scores = {n: summarise(run).accuracy_percent for n, run in runs.items() if run is not None}
-        best = sorted(sorted(scores, key=lambda n: -scores[n])[:FINALISTS])
-        names = [tried[n] if tried else f"t{n}" for n in best or range(min(FINALISTS, len(jobs)))]
-        chosen = sweep("finalists", [*kept, f"model={model}", f"method={method}", f"+trial={','.join(names)}"])
-        if best:
-            found.append(chosen)
-        else:
-            coming += chosen.jobs()
+        seeds = [*seeds, *range(max(seeds) + 1, max(seeds) + 1 + more)]
+        runs = [recorded_run(job, device_name, seed) for job in jobs for seed in job.seeds]
+        if any(run is None or run.status == "interrupted" for run in runs):
+            coming += [job.model_copy(update={"seeds": tuple(seeds)}) for job in jobs[:FINALISTS]]
+            continue
+        kept = _without(given, "dataset", "model", "method", "trial", "seeds")
+        one = f"dataset={dataset}", f"model={model}", f"method={method}", f"seeds={seeds}".replace(" ", "")
+        for tuning in tunings(runs):
+            names = sorted(filter(None, map(trial_name, tuning.finalists)))
+            if names:
+                found.append(sweep("tuning", [*kept, *one, f"+trial={','.join(names)}"]))
     return found, coming
 
 

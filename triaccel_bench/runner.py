@@ -270,10 +270,15 @@ def _step_peak(run: RunRecord) -> int:
     return 0 if run.memory is None else run.memory.step_peak_bytes or 0
 
 
+def recorded_run(settings: Settings, device_name: str, seed: int) -> RunRecord | None:
+    """The record of this seed on that device, whichever way it ended."""
+    cell = identity(settings, device_name)
+    return _record(seed_folder(settings, cell, seed) / RUN_FILE, cell, seed)[0]
+
+
 def finished_run(settings: Settings, device_name: str, seed: int) -> RunRecord | None:
     """The record that a sweep on that device would reuse for this seed."""
-    cell = identity(settings, device_name)
-    run, _ = _record(seed_folder(settings, cell, seed) / RUN_FILE, cell, seed)
+    run = recorded_run(settings, device_name, seed)
     return run if run is not None and run.status == "done" else None
 
 

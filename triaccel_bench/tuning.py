@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from triaccel_bench.cells import Cell, cells
 from triaccel_bench.labels import order
@@ -21,6 +22,16 @@ KEYS = (
 """Settings that are tuned; a method has those of them that it reads."""
 
 
+SECOND_ROUND = {"efficientnet_b0": 3}
+"""Seeds that a network's finalists have in all, where one does not tell trials apart.
+
+On one H200 trials of EfficientNet-B0 with FP32 and with TF32, alike but for rounding, ended up to 13 points apart, and
+those of ResNet-18 0.8 (``results/reference/h200/tuning``).
+"""
+
+FINALISTS = 2
+
+
 @dataclass(frozen=True)
 class Tuning:
     """All trials of one method on one network, data set and device, whichever way they ended."""
@@ -29,7 +40,7 @@ class Tuning:
     model: str
     method: str
     trials: tuple[Cell, ...]
-    """Each with the mean of its seeds: those of most finished seeds first, by accuracy, and those without any last."""
+    """By their mean accuracy with the seeds that all of them have, the best first, and without one last."""
 
     @property
     def finished(self) -> int:
@@ -37,24 +48,37 @@ class Tuning:
         return sum(bool(trial.summaries) for trial in self.trials)
 
     @property
-    def finalists(self) -> list[Cell]:
-        """Trials with as many finished seeds as any: where some were given a second round, only these."""
-        return [trial for trial in self.trials if len(trial.summaries) == len(self.trials[0].summaries)]
+    def finalists(self) -> tuple[Cell, ...]:
+        """Those that are chosen among: where the network has a second round, the most accurate of the first."""
+        standing = tuple(trial for trial in self.trials if accuracy(trial) is not None)
+        return standing[:FINALISTS] if self.model in SECOND_ROUND else standing
+
+    @property
+    def lacking(self) -> list[tuple[Cell, int]]:
+        """Finalists whose second round is not over, and how many seeds each lacks; one that failed is over."""
+        over = {trial.cell: sum(run.status != "interrupted" for run in trial.runs) for trial in self.finalists}
+        lacking = ((trial, SECOND_ROUND.get(self.model, 1) - over[trial.cell]) for trial in self.finalists)
+        return [(trial, seeds) for trial, seeds in lacking if seeds > 0]
+
+    @property
+    def ranked(self) -> list[Cell]:
+        """Finalists by the mean accuracy of all their seeds, without those that failed with more seeds than others."""
+        fewest = min((_failed(trial) for trial in self.finalists), default=0)
+        return sorted((trial for trial in self.finalists if _failed(trial) == fewest), key=lambda t: -accuracy(t))
 
     @property
     def best(self) -> Cell | None:
-        """The choice: of the finalists within one standard error of the most accurate, the one with fewest FP32 layers.
+        """The choice: of those ranked within one standard error of the first, the one with fewest FP32 layers.
 
-        The error is binomial, sqrt(p (100 - p) / n) points of n validation images: what is within it is a tie, which
-        goes to the cheaper plan, as the one-standard-error rule has it (Breiman et al., 1984), and
-        among equals to the more accurate. Methods whose plan cannot move are equals.
+        The error is the larger of two: that of a share of n validation images, sqrt(p (100 - p) / n) points, and that
+        of a mean over m seeds, std / sqrt(m). What is within it is a tie, which goes to the cheaper plan, as the
+        one-standard-error rule has it (Breiman et al., 1984), and among equals to the more accurate. Methods whose plan
+        cannot move are equals.
         """
-        most = accuracy(self.trials[0])
-        if most is None:
+        if not self.ranked:
             return None
-        least = most - _standard_error(self.trials[0], most)
-        near = [trial for trial in self.finalists if (found := accuracy(trial)) is not None and found >= least]
-        return min(near, key=_fp32_layers)
+        least = accuracy(self.ranked[0]) - _standard_error(self.ranked[0])
+        return min((trial for trial in self.ranked if accuracy(trial) >= least), key=_fp32_layers)
 
 
 def is_trial(run: RunRecord) -> bool:
@@ -67,7 +91,7 @@ def tunings(runs: Iterable[RunRecord]) -> list[Tuning]:
     alike: dict[tuple, list[Cell]] = {}
     for cell in cells(run for run in runs if is_trial(run)):
         alike.setdefault((cell.dataset, cell.model, cell.method, _conditions(cell)), []).append(cell)
-    found = [Tuning(*key[:3], tuple(sorted(trials, key=_rank))) for key, trials in alike.items()]
+    found = [Tuning(*key[:3], tuple(_by_first_round(trials))) for key, trials in alike.items()]
     return sorted(found, key=lambda tuning: order(tuning.dataset, tuning.model, tuning.method))
 
 
@@ -77,14 +101,21 @@ def accuracy(trial: Cell) -> float | None:
     return None if mean is None else mean.mean
 
 
-def _standard_error(trial: Cell, percent: float) -> float:
-    samples = sum(run.evaluation_samples or 0 for run in trial.runs)
-    return math.sqrt(percent * (100 - percent) / samples) if samples else 0.0
+def _failed(trial: Cell) -> int:
+    """Seeds that ended in another way than they should."""
+    return len(trial.runs) - len(trial.summaries)
 
 
-def _fp32_layers(trial: Cell) -> int:
-    """At the end, over all seeds."""
-    return sum(summary.layers_executed.get("fp32", 0) for summary in trial.summaries)
+def _standard_error(trial: Cell) -> float:
+    found = trial.mean("accuracy_percent")
+    images = max((run.evaluation_samples or 0 for run in trial.runs), default=0)
+    of_images = math.sqrt(found.mean * (100 - found.mean) / images) if images else 0.0
+    return max(of_images, 0.0 if found.std is None else found.std / math.sqrt(found.n))
+
+
+def _fp32_layers(trial: Cell) -> float:
+    """At the end, mean over seeds."""
+    return fmean(summary.layers_executed.get("fp32", 0) for summary in trial.summaries)
 
 
 def values(trial: Cell) -> dict[str, str]:
@@ -97,7 +128,14 @@ def _conditions(cell: Cell) -> tuple:
     return tuple(sorted((key, value) for key, value in cell.identifying.items() if key not in KEYS))
 
 
-def _rank(trial: Cell) -> tuple[float | str, ...]:
-    found = accuracy(trial)
-    # Of equals the same trial for every method: a cell's name would be another draw for each.
-    return -len(trial.summaries), (float("inf") if found is None else -found), *values(trial).values()
+def _by_first_round(trials: Sequence[Cell]) -> list[Cell]:
+    """By the seeds that all have: what a second round finds must not change who is in it."""
+    shared = set.intersection(*({run.seed for run in trial.runs} for trial in trials))
+
+    def rank(trial: Cell) -> tuple[float | str, ...]:
+        found = [summary.accuracy_percent for summary in trial.summaries if summary.seed in shared or not shared]
+        whole = len(found) == len(shared) or (found and not shared)
+        # Of equals the same trial for every method: a cell's name would be another draw for each.
+        return (-fmean(found) if whole else math.inf), *values(trial).values()
+
+    return sorted(trials, key=rank)

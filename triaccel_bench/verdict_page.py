@@ -124,6 +124,8 @@ def _missing(evidence: Evidence) -> list[str]:
         most = max(tried.values())
         fewer = [f"{METHODS[method]} ({count} of {most})" for method, count in tried.items() if count < most]
         told += [f"CIFAR-10, {label}: fewer finished trials than another method has: {', '.join(fewer)}."] * bool(fewer)
+        first = [METHODS[each.method] for each in evidence.tunings if each.model == model and each.lacking]
+        told += [f"{label}: no second round of trials of {', '.join(first)}."] * bool(first)
     told += [f"{label}: no record." for dataset, label in DATASET_LABELS.items() if not evidence.has(dataset)]
     for cell in evidence.unfinished:
         told += [f"{tables.name(cell)}: not in the mean: {phrase}" for phrase in cell.excluded]

@@ -216,7 +216,8 @@ def losses(evidence: Evidence) -> list[str]:
             told.append(f"{where}: no pair of seeds to tell by.")
         else:
             open_ = _list(f"{QUANTITY_NAMES[field]} {each.text}" for field, each in known.items())
-            told.append(f"{where}: {'it ' + ' and '.join(parts) if parts else 'no difference is shown: ' + open_}.")
+            nothing = f"no difference is shown (p corrected by Holm): {open_}"
+            told.append(f"{where}: {'it ' + ' and '.join(parts) if parts else nothing}.")
     return told
 
 
@@ -318,10 +319,28 @@ def trials(evidence: Evidence) -> Table:
         if rows
         else ["No trials of this device among the records: all methods ran with the values that their records hold."]
     )
+    alone = dict.fromkeys((each.dataset, each.model) for each in evidence.tunings if each.lacking)
+    notes += [
+        f"{DATASET_LABELS[dataset]} / {MODEL_LABELS[model]}: best of the first round alone, which does not tell trials "
+        "of this network apart"
+        for dataset, model in alone
+    ]
+    notes += [
+        f"{name(cell)}: the runs above have {told}"
+        for each in evidence.tunings
+        for cell, told in _otherwise(evidence, each)
+    ]
     notes += [f"{name(cell)} and {name(other)}: {apart}" for cell, other, apart in _own_rates(evidence)]
     best = "Validation accuracy (%)", "Seeds", "Best"
     header = ("Dataset", "Architecture", "Method", "Trials finished", "Epochs", *best)
     return _table("Tuning", "On training images that were held out.", header, rows, notes, text_columns=3)
+
+
+def _otherwise(evidence: Evidence, tuned: tuning.Tuning) -> Iterable[tuple[Cell, str]]:
+    """The cell that is reported, where it was not made with the best trial's values."""
+    cell = evidence.cell(tuned.dataset, tuned.model, tuned.method)
+    if cell is not None and tuned.best is not None and tuning.values(cell) != tuning.values(tuned.best):
+        yield cell, ", ".join(f"{key}={value}" for key, value in tuning.values(cell).items())
 
 
 def _own_rates(evidence: Evidence) -> Iterable[tuple[Cell, Cell, str]]:

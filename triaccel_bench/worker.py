@@ -144,13 +144,14 @@ def _run_seed(
     pipe: Connection, settings: Settings, device: str, seed: int, cell: str, folder: Path, emit, stop: Stop
 ) -> None:
     run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
-    trace = keeper = None
+    trace = keeper = sitting = None
     begun = time.monotonic()
     work = Workplace(folder, settings.results.scratch)
     try:
         work.open()
         found = hardware_module.inspect(device, settings.kernels)
         run.provenance = provenance(found)
+        sitting = run.provenance.started_at  # a run that goes on keeps that of its first process
         for warning in found.warnings:
             run.warnings.append(warning)
             emit("note", {"text": warning})
@@ -176,7 +177,7 @@ def _run_seed(
     if run.provenance is not None:
         # Read while the card is still warm from the last epoch; at the start it idles.
         run.provenance.sm_clock_mhz, run.provenance.temperature_celsius = card_state(found)
-        run.provenance.finished_at = _after(run.provenance.started_at, time.monotonic() - begun)
+        run.provenance.finished_at = _after(sitting, time.monotonic() - begun)
     try:
         write_run(work.folder, run, trace)
         work.publish_record()
@@ -311,6 +312,10 @@ def _cudnn_version() -> str | None:
     return None if number is None else str(number)
 
 
+_SOURCES = "triaccel_bench", "kernels", "conf"
+"""Folders of a checkout that ``code_hash`` reads."""
+
+
 def code_hash() -> str:
     """Twelve hex digits over names and contents of the package's Python and YAML files."""
     digest = hashlib.sha256()
@@ -324,13 +329,15 @@ def code_hash() -> str:
 
 
 def _git_state() -> tuple[str | None, bool | None]:
-    """Commit of the source checkout this package runs from, and whether it has changes; ``None`` elsewhere."""
+    """Commit of the source checkout this package runs from, and whether its sources are others; ``None`` elsewhere."""
     root = Path(triaccel_bench.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None, None
     try:
         commit = _git(root, "rev-parse", "HEAD")
-        return commit, bool(_git(root, "status", "--porcelain", "--untracked-files=no"))
+        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
+        # A file that is new there is read all the same: a choice in conf/tuned, say.
+        return commit, bool(changed or _git(root, "ls-files", "--others", "--exclude-standard", "--", *_SOURCES))
     except (OSError, subprocess.SubprocessError):
         return None, None
 
