@@ -21,7 +21,6 @@ KEYS = (
 )
 """Settings that are tuned; a method has those of them that it reads."""
 
-
 SECOND_ROUND = {"efficientnet_b0": 3}
 """Seeds that a network's finalists have in all, where one does not tell trials apart.
 
@@ -133,9 +132,10 @@ def _by_first_round(trials: Sequence[Cell]) -> list[Cell]:
     shared = set.intersection(*({run.seed for run in trial.runs} for trial in trials))
 
     def rank(trial: Cell) -> tuple[float | str, ...]:
-        found = [summary.accuracy_percent for summary in trial.summaries if summary.seed in shared or not shared]
-        whole = len(found) == len(shared) or (found and not shared)
+        found = {summary.seed: summary.accuracy_percent for summary in trial.summaries}
+        first = [found.get(seed) for seed in shared or found]
+        mean = fmean(first) if first and None not in first else -math.inf
         # Of equals the same trial for every method: a cell's name would be another draw for each.
-        return (-fmean(found) if whole else math.inf), *values(trial).values()
+        return -mean, *values(trial).values()
 
     return sorted(trials, key=rank)
