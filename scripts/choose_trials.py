@@ -34,7 +34,7 @@ TUNED = TRIALS.parent / "tuned"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Choose each method's best trial by validation accuracy.")
-    parser.add_argument("results", nargs="*", type=Path, default=[Path("results/tuning")], metavar="RECORDS")
+    parser.add_argument("results", nargs="*", type=_folder, default=[Path("results/tuning")], metavar="RECORDS")
     parser.add_argument("--out", type=Path, default=TUNED, metavar="DIR", help="default: %(default)s")
     other = parser.add_mutually_exclusive_group()
     other.add_argument("--force", action="store_true", help="replace files that hold another choice")
@@ -52,6 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = options.out / f"{'-'.join(name)}.yaml"
         if names.count(name) > 1:
             faults.append(f"{path.name}: expected trials of one device and one length, got several; name one folder")
+        elif strange := [trial.cell for trial in tuning.trials if trial_name(trial) is None]:
+            faults.append(f"{path.name}: expected trials of conf/trial, got cells {', '.join(strange)}; move them away")
+        elif undone := ", ".join(str(trial_name(trial)) for trial in tuning.unfinished):
+            faults.append(
+                f"{path.name}: expected trials that ended by themselves, {undone} did not; run the tuning again"
+            )
         elif lacking := sorted(every - {trial_name(trial) for trial in tuning.trials}):
             faults.append(f"{path.name}: expected every trial, {', '.join(lacking)} lacking; run the tuning again")
         elif fewer := ", ".join(f"{trial_name(trial)} lacks {seeds}" for trial, seeds in tuning.lacking):
@@ -81,6 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(*told, sep="\n", end="\n" * bool(told))
     print(*unusable, sep="\n", end="\n" * bool(unusable), file=sys.stderr)
     return 2 if unusable else 1 if faults or (kept and not options.keep) else 0
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder of records, got nothing; name one")
+    return Path(text)
 
 
 class Unreadable(Exception):

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from measured import epoch
 from tiny import children, settings
 
 from triaccel_bench import cli, runner

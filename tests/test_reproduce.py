@@ -49,11 +49,13 @@ def record(
     accuracy: float = 70.0,
     fp32: int = 0,
     status: str = "done",
+    device: str | None = CARD,
 ) -> None:
     """A run on ``CARD`` that ended, where a sweep there would look for it."""
     cell = identity(settings, CARD)
     run = planned_run(settings.model_dump(mode="json"), seed, cell, RESULTS_VERSION)
-    run.status, run.reason, run.provenance, run.meter = status, None, provenance(CARD), "vram"
+    run.status, run.reason, run.provenance, run.meter = status, None, None, "vram"
+    run.provenance = device and provenance(device)
     run.epochs = [
         epoch(
             n, batch_min=batch, batch_max=batch, batch_mean=float(batch), train_seconds=seconds, evaluation_seconds=0.5,
@@ -228,6 +230,38 @@ def test_nobody_is_a_finalist_before_the_first_round_is_over(capsys):
     record(jobs[3], 100, status="diverged")  # a trial, and lost
     (second,), _ = second_round(CARD, [*B0, "+trial=t1,t4"])
     assert second.overrides[-1] == "+trial=t2,t5", "of all trials, whichever of them a command asks for"
+
+
+@pytest.mark.parametrize("status", ["failed", "interrupted"])
+def test_a_trial_that_was_killed_was_none(status, capsys):
+    """Unlike one that diverged; whether it had reached its device or not."""
+    jobs = first_round()
+    for where in (CARD, None):
+        record(jobs[3], 100, status=status, device=where)
+        assert second_round(CARD, B0)[0] == []
+        code, said, text = chosen(capsys)
+        assert code == 1 and said.count("amp.yaml") == 1 and "t3 did not; run the tuning again" in said and not text
+    record(jobs[3], 100, accuracy=60.0)
+    for seed in (101, 102):
+        for number in (2, 5):
+            record(jobs[number], seed, status=status if (number, seed) == (5, 102) else "done")
+    assert chosen(capsys)[0] == 1
+    record(jobs[5], 102)
+    assert chosen(capsys)[0] == 0
+
+
+def test_a_trial_that_is_none_of_those_that_are_drawn_is_named(capsys):
+    first_round()
+    mine = sweep("tuning", [*B0, "+trial=t0", "optimizer.lr=0.3"]).jobs()[0]
+    record(mine, 100, accuracy=99.0)
+    code, said, text = chosen(capsys)
+    assert code == 1 and f"expected trials of conf/trial, got cells {identity(mine, CARD)}; move" in said and not text
+
+
+def test_trials_are_of_tuning_alone():
+    given = ["model=resnet18", "method=fp32", "+trial=t1"]
+    assert sweep("table1", given).jobs() == sweep("table1", given[:2]).jobs()
+    assert sweep("tuning", given).jobs()[0].optimizer.lr != sweep("table1", given).jobs()[0].optimizer.lr
 
 
 def test_a_finalist_that_fails_with_more_seeds_has_lost(capsys):

@@ -61,6 +61,12 @@ class Compared:
         between = f" [{', '.join(interval)}]" if interval else ""
         return f"{times}{mean}{between}{unit}, n = {self.found.n}"
 
+    @property
+    def text_with_p(self) -> str:
+        if self.p is None:
+            return self.text
+        return f"{self.text}, p {'< 0.001' if self.p < 0.001 else f'= {self.p:.2g}'}"
+
 
 class Evidence:
     """The records of one device, sorted out.

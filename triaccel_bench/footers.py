@@ -24,7 +24,10 @@ def provenance_text(found: list[Cell]) -> str:
     provenances = [run.provenance for cell in found for run in cell.runs if run.provenance]
     devices = sorted({provenance.device_name for provenance in provenances})
     versions = sorted({version(provenance) for provenance in provenances})
-    sentences = [f"Device: {', '.join(devices) or 'unknown'}.", f"Code: {', '.join(versions) or 'unknown'}."]
+    code, sources = ", ".join(versions) or "unknown", sorted({str(provenance.code_hash) for provenance in provenances})
+    if len(sources) > len(versions):
+        code += f"; sources {', '.join(sources)}"
+    sentences = [f"Device: {', '.join(devices) or 'unknown'}.", f"Code: {code}."]
     if any(len(cell.summaries) > 1 for cell in found):
         sentences.append("Mean ± sample standard deviation (n - 1) over seeds.")
     return " ".join([*sentences, "GB = 1e9 bytes."])

@@ -86,14 +86,14 @@ class EpochRecord(_Record):
 
     epoch: int
     train_loss: float | None
-    train_accuracy_percent: float | None
+    train_accuracy_percent: float | None = Field(ge=0, le=100)
     evaluation_loss: float | None = None
-    evaluation_accuracy_percent: float | None = None
+    evaluation_accuracy_percent: float | None = Field(None, ge=0, le=100)
     evaluation_samples: int = 0
-    train_seconds: float
+    train_seconds: float = Field(ge=0)
     """Wall-clock of training: data, steps, controller, probes, plan changes; the device is idle at both ends."""
-    evaluation_seconds: float = 0.0
-    probe_seconds: float = 0.0
+    evaluation_seconds: float = Field(0.0, ge=0)
+    probe_seconds: float = Field(0.0, ge=0)
     controller_seconds: float | None = None
     """Part of ``train_seconds``: the host's, to begin read-backs, and from the arrival of one until what was decided
     is in force. A card has a step to do meanwhile: so much at most was lost. None: recorded before this was."""

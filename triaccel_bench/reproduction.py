@@ -25,7 +25,7 @@ from triaccel_bench.records import RunRecord
 from triaccel_bench.runner import finished_run, recorded_run, seed_folder
 from triaccel_bench.settings import Settings
 from triaccel_bench.stats import LAST_EPOCHS, summarise
-from triaccel_bench.tuning import FINALISTS, SECOND_ROUND, tunings, values
+from triaccel_bench.tuning import FINALISTS, SECOND_ROUND, is_over, tunings, values
 
 PARTS = {
     "tuning": "trials of learning rate, weight decay and thresholds on held-out training images, in two rounds",
@@ -65,8 +65,8 @@ class Lacking(Exception):
 
 
 def sweep(part: str, given: Sequence[str]) -> Sweep:
-    """A part that rests on no records; ``given``: the user's own overrides."""
-    return Sweep(part, (f"+experiment=reproduce/{part}", *given))
+    """A part that rests on no records; ``given``: the user's own overrides, of which trials are of tuning alone."""
+    return Sweep(part, (f"+experiment=reproduce/{part}", *(given if part == "tuning" else _without(given, "trial"))))
 
 
 def tuning_root(table1: Sequence[Settings], given: Sequence[str]) -> str:
@@ -109,7 +109,7 @@ def second_round(device_name: str, given: Sequence[str]) -> tuple[list[Sweep], l
             continue
         seeds = [*seeds, *range(max(seeds) + 1, max(seeds) + 1 + more)]
         runs = [recorded_run(job, device_name, seed) for job in jobs for seed in job.seeds]
-        if any(run is None or run.status == "interrupted" for run in runs):
+        if not all(run is not None and is_over(run) for run in runs):
             coming += [job.model_copy(update={"seeds": tuple(seeds)}) for job in jobs[:FINALISTS]]
             continue
         kept = _without(given, "dataset", "model", "method", "trial", "seeds")
@@ -131,7 +131,7 @@ def controls(table1: Sequence[Settings], device_name: str, given: Sequence[str])
     for model in dict.fromkeys(settings.model.name for settings in table1):
         cells = {settings.method.name: settings for settings in table1 if settings.model.name == model}
         try:
-            found += _controls_of(model, cells, device_name, _without(given, "model", "method"))
+            found += _controls_of(model, cells, device_name, _without(given, "model", "method", "trial"))
         except Lacking as error:
             lacking.append(str(error))
     return found, lacking

@@ -30,6 +30,7 @@ from triaccel_bench.records import (
     write_run,
 )
 from triaccel_bench.settings import Settings
+from triaccel_bench.stats import why_excluded
 
 
 def run_cells(
@@ -279,14 +280,14 @@ def recorded_run(settings: Settings, device_name: str, seed: int) -> RunRecord |
 def finished_run(settings: Settings, device_name: str, seed: int) -> RunRecord | None:
     """The record that a sweep on that device would reuse for this seed."""
     run = recorded_run(settings, device_name, seed)
-    return run if run is not None and run.status == "done" else None
+    return run if run is not None and why_excluded(run) is None else None
 
 
 def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
     run, fault = _record(path, cell, seed)
     if fault is not None:
         reporter.line(f"{fault}; running that seed again")
-    return run is not None and run.status == "done"
+    return run is not None and why_excluded(run) is None
 
 
 def _record(path: Path, cell: str, seed: int) -> tuple[RunRecord | None, str | None]:

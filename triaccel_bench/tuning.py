@@ -10,6 +10,7 @@ from statistics import fmean
 from triaccel_bench.cells import Cell, cells
 from triaccel_bench.labels import order
 from triaccel_bench.records import RunRecord
+from triaccel_bench.stats import why_excluded
 
 KEYS = (
     "optimizer.lr",
@@ -30,6 +31,9 @@ those of ResNet-18 0.8 (``results/reference/h200/tuning``).
 
 FINALISTS = 2
 
+LOST = ("diverged", "oom")
+"""How a trial may end beside finishing; what was killed, crashed or stopped was none."""
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -47,6 +51,11 @@ class Tuning:
         return sum(bool(trial.summaries) for trial in self.trials)
 
     @property
+    def unfinished(self) -> list[Cell]:
+        """Trials of which some seed's run is to be made again."""
+        return [trial for trial in self.trials if not all(map(is_over, trial.runs))]
+
+    @property
     def finalists(self) -> tuple[Cell, ...]:
         """Those that are chosen among: where the network has a second round, the most accurate of the first."""
         standing = tuple(trial for trial in self.trials if accuracy(trial) is not None)
@@ -54,16 +63,16 @@ class Tuning:
 
     @property
     def lacking(self) -> list[tuple[Cell, int]]:
-        """Finalists whose second round is not over, and how many seeds each lacks; one that failed is over."""
-        over = {trial.cell: sum(run.status != "interrupted" for run in trial.runs) for trial in self.finalists}
-        lacking = ((trial, SECOND_ROUND.get(self.model, 1) - over[trial.cell]) for trial in self.finalists)
+        """Finalists whose second round is not over, and how many seeds each lacks."""
+        needed = SECOND_ROUND.get(self.model, 1)
+        lacking = ((trial, needed - sum(map(is_over, trial.runs))) for trial in self.finalists)
         return [(trial, seeds) for trial, seeds in lacking if seeds > 0]
 
     @property
     def ranked(self) -> list[Cell]:
-        """Finalists by the mean accuracy of all their seeds, without those that failed with more seeds than others."""
-        fewest = min((_failed(trial) for trial in self.finalists), default=0)
-        return sorted((trial for trial in self.finalists if _failed(trial) == fewest), key=lambda t: -accuracy(t))
+        """Finalists by the mean accuracy of all their seeds, without those that lost more seeds than others."""
+        fewest = min((_lost(trial) for trial in self.finalists), default=0)
+        return sorted((trial for trial in self.finalists if _lost(trial) == fewest), key=lambda t: -accuracy(t))
 
     @property
     def best(self) -> Cell | None:
@@ -85,11 +94,28 @@ def is_trial(run: RunRecord) -> bool:
     return run.settings["dataset"].get("evaluate_on") == "validation"
 
 
+def is_over(run: RunRecord) -> bool:
+    """Whether it was a trial: it finished, or lost."""
+    return why_excluded(run) is None or run.status in LOST
+
+
 def tunings(runs: Iterable[RunRecord]) -> list[Tuning]:
     """Trials by data set, model, method and device, in the paper's order."""
     alike: dict[tuple, list[Cell]] = {}
+    nowhere = []
     for cell in cells(run for run in runs if is_trial(run)):
-        alike.setdefault((cell.dataset, cell.model, cell.method, _conditions(cell)), []).append(cell)
+        if cell.device_name is None:
+            nowhere.append(cell)
+        else:
+            alike.setdefault((cell.dataset, cell.model, cell.method, cell.device_name, _conditions(cell)), []).append(
+                cell
+            )
+    for cell in nowhere:
+        # It ended before it reached a device, and is one of any that has its conditions.
+        names = cell.dataset, cell.model, cell.method
+        having = [key for key in alike if key[:3] == names and key[4] == _conditions(cell)]
+        for key in having or [(*names, None, _conditions(cell))]:
+            alike.setdefault(key, []).append(cell)
     found = [Tuning(*key[:3], tuple(_by_first_round(trials))) for key, trials in alike.items()]
     return sorted(found, key=lambda tuning: order(tuning.dataset, tuning.model, tuning.method))
 
@@ -100,9 +126,8 @@ def accuracy(trial: Cell) -> float | None:
     return None if mean is None else mean.mean
 
 
-def _failed(trial: Cell) -> int:
-    """Seeds that ended in another way than they should."""
-    return len(trial.runs) - len(trial.summaries)
+def _lost(trial: Cell) -> int:
+    return sum(run.status in LOST for run in trial.runs)
 
 
 def _standard_error(trial: Cell) -> float:
@@ -124,7 +149,7 @@ def values(trial: Cell) -> dict[str, str]:
 
 def _conditions(cell: Cell) -> tuple:
     """What a method's trials have in common: everything but what is tried."""
-    return tuple(sorted((key, value) for key, value in cell.identifying.items() if key not in KEYS))
+    return tuple(sorted((key, value) for key, value in cell.identifying.items() if key not in (*KEYS, "device")))
 
 
 def _by_first_round(trials: Sequence[Cell]) -> list[Cell]:
