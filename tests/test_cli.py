@@ -326,21 +326,22 @@ def test_a_second_command_waits_for_the_first_and_reuses_its_record(tmp_path, mo
             said.append(text)
             if "waiting" in text:
                 done = planned_run(chosen.model_dump(mode="json"), 0, cell, RESULTS_VERSION)
-                write_run(folder, done.model_copy(update={"status": "done"}))
+                made = [epoch(number) for number in range(1, chosen.epochs + 1)]
+                write_run(folder, done.model_copy(update={"status": "done", "epochs": made}))
                 first.close()
 
     (outcome,) = runner.run_cells([chosen], First())
     assert outcome.reused and "another command is running it" in said[0] and "reused" in said[1]
 
 
-@pytest.mark.parametrize("damage", ["cut", "another seed", "another version", "folder"])
+@pytest.mark.parametrize("damage", ["cut", "another seed", "another version", "no epochs", "folder"])
 def test_a_record_that_does_not_answer_is_run_again(tmp_path, monkeypatch, damage):
     chosen = settings(f"results.root={tmp_path}", "seeds=[0]")
     cell = identity(chosen, "cpu")
     folder = runner.seed_folder(chosen, cell, 0)
     stale = planned_run(chosen.model_dump(mode="json"), 1 if damage == "another seed" else 0, cell, 1)
     stale.status = "done"
-    stale.results_version = 0 if damage == "another version" else 1
+    stale.results_version = RESULTS_VERSION - (damage == "another version")
     path = write_run(folder, stale)
     if damage == "cut":
         path.write_bytes(path.read_bytes()[:100])

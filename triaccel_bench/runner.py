@@ -285,9 +285,12 @@ def finished_run(settings: Settings, device_name: str, seed: int) -> RunRecord |
 
 def _finished(path: Path, cell: str, seed: int, reporter: Reporter) -> bool:
     run, fault = _record(path, cell, seed)
+    why = None if run is None else why_excluded(run)
+    if why is not None and run.status == "done":
+        fault = f"{path}: {why}"
     if fault is not None:
         reporter.line(f"{fault}; running that seed again")
-    return run is not None and why_excluded(run) is None
+    return run is not None and why is None
 
 
 def _record(path: Path, cell: str, seed: int) -> tuple[RunRecord | None, str | None]:
