@@ -306,6 +306,19 @@ def test_the_worker_goes_on_says_so_and_removes_what_it_went_on_from(interrupted
     assert record.provenance.started_at < "2100-01-01" < record.provenance.finished_at
 
 
+def test_a_signal_that_was_waiting_is_one(tmp_path):
+    handlers = [signal.getsignal(number) for number in resumption.SIGNALS]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        sent = run_seed(tmp_path)
+        assert signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    assert sent == [("finished", ("interrupted", "SIGTERM before the first step of this process"))]
+    assert [signal.getsignal(number) for number in resumption.SIGNALS] == handlers
+
+
 def test_without_resume_nothing_is_read_or_written(interrupted, tmp_path, monkeypatch):
     (tmp_path / CHECKPOINT_FILE).write_bytes(interrupted.read_bytes())
     monkeypatch.setattr(Keeper, "keep", lambda *_: pytest.fail("written"))

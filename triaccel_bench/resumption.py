@@ -64,14 +64,19 @@ class Stop:
 
 @contextmanager
 def stoppable() -> Iterator[Stop]:
-    """SIGTERM, SIGINT and SIGUSR1 go to a ``Stop`` within it; in the main thread alone, where Python hears of them."""
+    """SIGTERM, SIGINT and SIGUSR1 go to a ``Stop`` within it; in the main thread alone, where Python hears of them.
+
+    Raises:
+        Interrupted: one was waiting already.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     before = {number: signal.signal(number, stop) for number in SIGNALS}
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         yield stop
     finally:
         stop.deferred = True

@@ -131,13 +131,13 @@ def run_seed(
     def emit(kind: str, payload: dict) -> None:
         pipe.send((kind, payload))
 
-    with stoppable() as stop:
-        try:
+    try:
+        with stoppable() as stop:
             _run_seed(pipe, settings, device, seed, cell, folder, emit, stop)
-        except Interrupted as interruption:
-            # No record: those are of runs that have ended. Who asked may not be there any more.
-            with suppress(OSError):
-                pipe.send(("finished", ("interrupted", str(interruption))))
+    except Interrupted as interruption:
+        # No record: those are of runs that have ended. Who asked may not be there any more.
+        with suppress(OSError):
+            pipe.send(("finished", ("interrupted", str(interruption))))
 
 
 def _run_seed(
