@@ -184,6 +184,8 @@ def test_the_command_packs_and_makes_the_boxs_tables(tmp_path, monkeypatch, caps
     with pytest.raises(SystemExit):
         tables_cli.main(["pack", "--box", "../up"])
     monkeypatch.chdir(tmp_path / "results")
+    assert tables_cli.main(["boxes", "--results", str(tmp_path)]) == 2
+    assert "--results: expected none" in capsys.readouterr().err
     assert tables_cli.main(["boxes"]) == 2 and not Path("results").exists()
     assert "expected <box>/runs there, got none; run this in the project's folder" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)

@@ -234,6 +234,9 @@ def _pack(options: argparse.Namespace) -> int:
 
 
 def _write_boxes(options: argparse.Namespace) -> int:
+    if options.results is not _RUNS:
+        print("--results: expected none, since boxes are those of results/reference; leave it out", file=sys.stderr)
+        return REFUSED
     packs = sorted(REFERENCE.glob("*/runs"))
     if not packs:
         print(f"{REFERENCE}: expected <box>/runs there, got none; run this in the project's folder", file=sys.stderr)
