@@ -119,3 +119,16 @@ def test_run_file_stays_small():
     record.layers = [layer] * 82
     assert len(record.model_dump_json()) < 60_000
     assert json.loads(record.model_dump_json())["layers"][0]["elements"] == 100_000
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("evaluation_accuracy_percent", 107.0), ("evaluation_accuracy_percent", -3.0), ("train_seconds", -1.0)],
+)
+def test_what_no_epoch_can_have_is_no_record(tmp_path, field, value):
+    path = write_run(tmp_path, run())
+    told = json.loads(path.read_text())
+    told["epochs"][-1][field] = value
+    path.write_text(json.dumps(told))
+    with pytest.raises(RecordError, match=field):
+        read_run(path)

@@ -117,7 +117,6 @@ def test_of_a_pack_without_a_manifest_that_can_be_read_nothing_is_used(packed, t
     ({"epochs": [epoch(2, evaluation_samples=10_000)]}, "epoch 2 stands in place 1"),
     ({"epochs": [epoch(1, evaluation_samples=10_000, train_seconds=0.0)]}, "took 0.0 s"),
     ({"epochs": [epoch(1, evaluation_samples=10_000, evaluation_accuracy_percent=77.12345)]}, "images right"),
-    ({"epochs": [epoch(1, evaluation_samples=10_000, evaluation_accuracy_percent=107.0)]}, "images right"),
     ({"steps": 11}, "its epochs have 10 steps, and it 11"),
     ({"settings": dict.fromkeys(("dataset", "model", "method", "memory"), {})}, "its settings are none of this version"),
 ])  # fmt: skip

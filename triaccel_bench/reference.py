@@ -121,12 +121,12 @@ def _contradiction(run: RunRecord, settings: Settings) -> str | None:
     for number, epoch in enumerate(run.epochs, start=1):
         if epoch.epoch != number:
             return f"epoch {epoch.epoch} stands in place {number}"
-        if epoch.train_seconds <= 0:
+        if epoch.train_seconds == 0:
             return f"epoch {number} took {epoch.train_seconds} s"
         share = epoch.evaluation_accuracy_percent
         if share is not None:
             right = share * epoch.evaluation_samples / 100
-            if not 0 <= share <= 100 or abs(right - round(right)) > 1e-3:
+            if abs(right - round(right)) > 1e-3:
                 return f"epoch {number} has {share} % of {epoch.evaluation_samples} images right"
     if run.status == "done" and (steps := sum(epoch.steps for epoch in run.epochs)) != run.steps:
         return f"its epochs have {steps} steps, and it {run.steps}"
