@@ -4,7 +4,7 @@
 What is within one standard error of the most accurate trial is a tie, which goes to the plan with fewest FP32 layers.
 Where one seed does not tell trials apart, the choice is among the best two, by their means over more seeds.
 
-python scripts/choose_trials.py [RECORDS ...] [--out DIR] [--force | --keep]  folders of run.json
+python scripts/choose_trials.py [RECORDS ...] [--out DIR] [--force | --keep]     folders of run.json (results/tuning)
 
 Without --out they go where triaccel-bench reads them: into the conf of the package that is installed.
 Every method has to have had every trial; one that diverged or ran out of memory was a trial, and lost. A file that is
@@ -134,7 +134,7 @@ def chosen(tuning: Tuning, best: Cell) -> str:
     codes = sorted({str(run.provenance.code_hash) for run in best.runs if run.provenance})
     among = f"{len(tuning.trials)} ({tuning.finished} finished)"
     if tuning.model in SECOND_ROUND:
-        among = f"{len(tuning.finalists)} in the second round, the best of {among}"
+        among = f"{len(tuning.finalists)} in the second round, of {among}"
     most = tuning.ranked[0]
     why = f"the best of {among}"
     if best is not most:

@@ -213,7 +213,7 @@ def test_the_best_trials_of_a_network_that_scatters_get_more_seeds_and_the_choic
             record(job, seed, accuracy=accuracy)
     assert second_round(CARD, B0) == ([second], []), "what the second round found changes nothing of who is in it"
     code, _, text = chosen(capsys)
-    assert code == 0 and "Trial t2, the best of 2 in the second round, the best of 8 (8 finished):\n# 78.00 %" in text
+    assert code == 0 and "Trial t2, the best of 2 in the second round, of 8 (8 finished):\n# 78.00 %" in text
     assert "seeds 100, 101, 102, on" in text
     record(jobs[5], 100, accuracy=99.0)
     code, said, kept = chosen(capsys, "--keep")
