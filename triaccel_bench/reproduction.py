@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
@@ -76,6 +77,7 @@ def tuning_root(table1: Sequence[Settings], given: Sequence[str]) -> str:
     return sweep("tuning", [*_without(given, "model", "method", "trial"), *one]).jobs()[0].results.root
 
 
+@cache
 def trial_files() -> dict[str, dict[str, object]]:
     """What each of ``conf/trial`` sets, by its name and dotted key."""
     return {
@@ -95,11 +97,12 @@ def second_round(device_name: str, given: Sequence[str]) -> tuple[list[Sweep], l
     Returns:
         A sweep a method and network, by records of the whole first round; and the runs to come where that is not over.
     """
-    asked = _without(given, "trial")
     # To compose every trial takes a while.
-    if not {job.model.name for job in sweep("tuning", [*asked, "+trial=t0"]).jobs()} & SECOND_ROUND.keys():
+    one_each = sweep("tuning", [*_without(given, "trial"), "+trial=t0"]).jobs()
+    networks = sorted({job.model.name for job in one_each} & SECOND_ROUND.keys())
+    if not networks:
         return [], []
-    first = [job for job in sweep("tuning", asked).jobs() if job.model.name in SECOND_ROUND]
+    first = sweep("tuning", [*_without(given, "trial", "model"), f"model={','.join(networks)}"]).jobs()
     found, coming = [], []
     for dataset, model, method in dict.fromkeys((job.dataset.name, job.model.name, job.method.name) for job in first):
         jobs = [job for job in first if (job.dataset.name, job.model.name, job.method.name) == (dataset, model, method)]

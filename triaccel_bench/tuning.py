@@ -30,6 +30,7 @@ those of ResNet-18 0.8 (``results/reference/h200/tuning``).
 """
 
 FINALISTS = 2
+"""Trials of a method that have it."""
 
 LOST = ("diverged", "oom")
 """How a trial may end beside finishing; what was killed, crashed or stopped was none."""
@@ -101,22 +102,16 @@ def is_over(run: RunRecord) -> bool:
 
 def tunings(runs: Iterable[RunRecord]) -> list[Tuning]:
     """Trials by data set, model, method and device, in the paper's order."""
-    alike: dict[tuple, list[Cell]] = {}
-    nowhere = []
+    alike: dict[tuple, dict[str | None, list[Cell]]] = {}
     for cell in cells(run for run in runs if is_trial(run)):
-        if cell.device_name is None:
-            nowhere.append(cell)
-        else:
-            alike.setdefault((cell.dataset, cell.model, cell.method, cell.device_name, _conditions(cell)), []).append(
-                cell
-            )
-    for cell in nowhere:
-        # It ended before it reached a device, and is one of any that has its conditions.
-        names = cell.dataset, cell.model, cell.method
-        having = [key for key in alike if key[:3] == names and key[4] == _conditions(cell)]
-        for key in having or [(*names, None, _conditions(cell))]:
-            alike.setdefault(key, []).append(cell)
-    found = [Tuning(*key[:3], tuple(_by_first_round(trials))) for key, trials in alike.items()]
+        by_device = alike.setdefault((cell.dataset, cell.model, cell.method, _conditions(cell)), {})
+        by_device.setdefault(cell.device_name, []).append(cell)
+    found = []
+    for names, by_device in alike.items():
+        # What ended before it reached a device is a trial of any that has its conditions.
+        nowhere = by_device.pop(None, [])
+        for trials in by_device.values() or [[]]:
+            found.append(Tuning(*names[:3], tuple(_by_first_round([*trials, *nowhere]))))
     return sorted(found, key=lambda tuning: order(tuning.dataset, tuning.model, tuning.method))
 
 

@@ -212,12 +212,13 @@ def losses(evidence: Evidence) -> list[str]:
             for verb, fields in (("loses", worse), ("wins", better))
             if fields
         ]
-        if not known:
-            told.append(f"{where}: no pair of seeds to tell by.")
+        if parts:
+            told.append(f"{where}: it {' and '.join(parts)}.")
+        elif known:
+            measured = _list(f"{QUANTITY_NAMES[field]} {each.text}" for field, each in known.items())
+            told.append(f"{where}: no difference is shown (p corrected by Holm): {measured}.")
         else:
-            open_ = _list(f"{QUANTITY_NAMES[field]} {each.text}" for field, each in known.items())
-            nothing = f"no difference is shown (p corrected by Holm): {open_}"
-            told.append(f"{where}: {'it ' + ' and '.join(parts) if parts else nothing}.")
+            told.append(f"{where}: no pair of seeds to tell by.")
     return told
 
 
@@ -306,13 +307,11 @@ def levelled_off(found: compare.Difference | None) -> tuple[str, str]:
 def trials(evidence: Evidence) -> Table:
     rows = []
     for each in evidence.tunings:
-        chosen = (
-            "" if each.best is None else ", ".join(f"{key}={value}" for key, value in tuning.values(each.best).items())
-        )
-        best = NOT_MEASURED if each.best is None else f"{tuning.accuracy(each.best):.2f}"
+        best, seeds, chosen = NOT_MEASURED, NOT_MEASURED, ""
+        if (choice := each.best) is not None:
+            best, seeds, chosen = f"{tuning.accuracy(choice):.2f}", str(len(choice.summaries)), _tuned_values(choice)
         names = DATASET_LABELS.get(each.dataset, each.dataset), MODEL_LABELS.get(each.model, each.model)
         epochs, told = each.trials[0].runs[0].epochs_planned, f"{each.finished} of {len(each.trials)}"
-        seeds = NOT_MEASURED if each.best is None else str(len(each.best.summaries))
         rows.append((*names, METHODS.get(each.method, each.method), told, str(epochs), best, seeds, chosen))
     notes = (
         []
@@ -331,8 +330,8 @@ def trials(evidence: Evidence) -> Table:
         for cell, told in _otherwise(evidence, each)
     ]
     notes += [f"{name(cell)} and {name(other)}: {apart}" for cell, other, apart in _own_rates(evidence)]
-    best = "Validation accuracy (%)", "Seeds", "Best"
-    header = ("Dataset", "Architecture", "Method", "Trials finished", "Epochs", *best)
+    choice = "Validation accuracy (%)", "Seeds", "Best"
+    header = ("Dataset", "Architecture", "Method", "Trials finished", "Epochs", *choice)
     return _table("Tuning", "On training images that were held out.", header, rows, notes, text_columns=3)
 
 
@@ -340,7 +339,11 @@ def _otherwise(evidence: Evidence, tuned: tuning.Tuning) -> Iterable[tuple[Cell,
     """The cell that is reported, where it was not made with the best trial's values."""
     cell = evidence.cell(tuned.dataset, tuned.model, tuned.method)
     if cell is not None and tuned.best is not None and tuning.values(cell) != tuning.values(tuned.best):
-        yield cell, ", ".join(f"{key}={value}" for key, value in tuning.values(cell).items())
+        yield cell, _tuned_values(cell)
+
+
+def _tuned_values(cell: Cell) -> str:
+    return ", ".join(f"{key}={value}" for key, value in tuning.values(cell).items())
 
 
 def _own_rates(evidence: Evidence) -> Iterable[tuple[Cell, Cell, str]]:

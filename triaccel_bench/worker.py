@@ -312,14 +312,14 @@ def _cudnn_version() -> str | None:
     return None if number is None else str(number)
 
 
-_SOURCES = "triaccel_bench", "kernels", "conf"
-"""Folders of a checkout that ``code_hash`` reads."""
+_SOURCES = {"triaccel_bench": "triaccel_bench", "triaccel_bench.kernels": "kernels", "triaccel_bench.conf": "conf"}
+"""Packages that ``code_hash`` reads, and where they lie in a checkout."""
 
 
 def code_hash() -> str:
     """Twelve hex digits over names and contents of the package's Python and YAML files."""
     digest = hashlib.sha256()
-    for package in ("triaccel_bench", "triaccel_bench.kernels", "triaccel_bench.conf"):
+    for package in _SOURCES:
         folder = resources.files(package)
         for path in sorted(Path(str(folder)).rglob("*")):
             if path.suffix in (".py", ".yaml"):
@@ -337,7 +337,9 @@ def _git_state() -> tuple[str | None, bool | None]:
         commit = _git(root, "rev-parse", "HEAD")
         changed = _git(root, "status", "--porcelain", "--untracked-files=no")
         # A file that is new there is read all the same: a choice in conf/tuned, say.
-        return commit, bool(changed or _git(root, "ls-files", "--others", "--exclude-standard", "--", *_SOURCES))
+        return commit, bool(
+            changed or _git(root, "ls-files", "--others", "--exclude-standard", "--", *_SOURCES.values())
+        )
     except (OSError, subprocess.SubprocessError):
         return None, None
 
