@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,9 @@ import torch
 from test_cli import endless_run, nothing_left_of
 from tiny import children, images, settings, trainer
 
-from triaccel_bench import resumption, runner, worker
+from triaccel_bench import assembly, resumption, runner, worker
 from triaccel_bench.hessian import HessianEstimator
+from triaccel_bench.meters import TensorMeter, largest
 from triaccel_bench.methods import Method
 from triaccel_bench.progress import Reporter
 from triaccel_bench.records import CHECKPOINT_FILE, RUN_FILE, read_run
@@ -173,6 +175,45 @@ def test_a_broken_run_ends_as_an_unbroken_one(name, tmp_path):
     assert len(disturbances) - 2 <= len(run.resumed_at) <= len(disturbances)
     assert run.resumed_at == sorted(run.resumed_at)
     assert all(math.isfinite(epoch.train_seconds) and epoch.train_seconds > 0 for epoch in run.epochs)
+
+
+class ProcessMeter(TensorMeter):
+    """Its peak is its process's, as the allocator's is: steps that warm up, of another copy, are in it too."""
+
+    peak: int | None = None
+
+    def begin_window(self) -> None:
+        super().begin_window()
+        ProcessMeter.peak = None
+
+    def window_peak_bytes(self, replayed_bytes: int = 0) -> int | None:
+        return ProcessMeter.peak
+
+    @contextmanager
+    def recording(self):
+        with super().recording():
+            yield
+        ProcessMeter.peak = largest(ProcessMeter.peak, self._peak_bytes)
+
+
+def test_what_a_new_process_warms_up_with_is_no_reading_of_its_batch(tmp_path, monkeypatch):
+    """A batch size that shrank fills less than the first one did, which a new process tries out anew."""
+    monkeypatch.setattr(assembly, "open_meter", lambda chosen, card, data, module, state: ProcessMeter(module, state))
+    rules = ["initial=32", "down=8", "rho_low=0.1", "rho_high=0.99"]
+    chosen = settings(*BASE, "method=triaccel_batch", "memory.budget=fp32", *(f"method.batch.{rule}" for rule in rules))
+    whole, _ = trainer(chosen, images(train=100))
+    whole.train()
+    sizes = [(d.step, d.batch_after) for d in whole.trace.decisions]
+    assert sizes and {size for _, size in sizes} == {24}
+    keeper = keeper_at(tmp_path)
+    made, _ = trainer(chosen, images(train=100), keeper=keeper)
+    disturb(made, keeper, "signal", 7)
+    with pytest.raises(Interrupted):
+        made.train()
+    made, _ = trainer(chosen, images(train=100), keeper=keeper_at(tmp_path))
+    made.train()
+    assert [(d.step, d.batch_after) for d in made.trace.decisions] == sizes
+    assert not differences(ended(whole), ended(made))
 
 
 def test_memory_that_ran_out_before_is_remembered(tmp_path):

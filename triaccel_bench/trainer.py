@@ -134,6 +134,7 @@ class Trainer:
         snapshot.set_generators(self.hardware.device, drawn)
         self.trace = trace
         ledger.go_on(self.run, before, self.step)
+        self._begin_window()  # what warming up took, at B0, is no reading of the size that goes on
 
     def train(self) -> Trace:
         """Run every epoch that is left; the record given to the constructor and the returned trace are complete then.
@@ -214,8 +215,7 @@ class Trainer:
         self.peaks.epoch = largest(self.peaks.epoch, self.peaks.window)
         clocked = evaluated, evaluation_seconds, self.engine.captured
         controller = self.method.decision, self.method.curvature, self.step
-        record = ledger.epoch_record(so_far, reading, *clocked, self.peaks, self.meter.readings(), *controller)
-        return record, reading
+        return ledger.epoch_record(so_far, reading, *clocked, self.peaks, self.meter.readings(), *controller), reading
 
     def _evaluation_batches(self, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for batch in self.data.eval_batches(size):
