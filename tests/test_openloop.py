@@ -255,7 +255,7 @@ def test_a_recording_that_changes_meanwhile_is_refused(adaptive, tmp_path):
 
 
 def test_an_earlier_versions_recording_is_refused():
-    folder = next((REFERENCE / "further").rglob(RUN_FILE)).parent
+    folder = next((REFERENCE / "further/first-version").rglob(RUN_FILE)).parent
     with pytest.raises(SettingsError, match="earlier version"):
         following(folder)
 
