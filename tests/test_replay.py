@@ -184,7 +184,9 @@ def test_every_decision_of_the_committed_runs_follows_from_what_it_saw(capsys):
     assert capsys.readouterr().out.count(" 0 mismatches\n") == len(runs) > 50
 
 
-@pytest.mark.parametrize("path", sorted(REFERENCE.glob("further/first-version/*/*/trace.json.gz")), ids=lambda path: path.parts[-3])
+@pytest.mark.parametrize(
+    "path", sorted(REFERENCE.glob("further/first-version/*/*/trace.json.gz")), ids=lambda path: path.parts[-3]
+)
 def test_traces_of_earlier_versions_are_read_and_not_replayed(path, capsys):
     assert read_trace(path).decisions
     assert tables_cli.main(["replay", str(path.parent)]) == 2

@@ -8,6 +8,7 @@ import torch
 from tiny import images, settings, trainer
 
 from triaccel_bench import control, data, models, precision
+from triaccel_bench.assembly import Assembly
 from triaccel_bench.configuration import compose
 from triaccel_bench.data import ElasticSampler
 from triaccel_bench.divergence import Diverged
@@ -42,6 +43,38 @@ def test_a_tri_accel_run_moves_everything_and_records_it(every_layer_each_probe)
     assert (run.meter, run.budget_source.split(":")[0]) == ("tensors", "fp32")
     assert run.budget_bytes > 0 and run.tau_low is not None
     assert trace.layers == [layer.name for layer in run.layers]
+
+
+@pytest.mark.parametrize("estimator", ["hessian", "fisher"])
+def test_a_process_probes_a_copy_before_its_run_which_knows_nothing_of_it(
+    estimator, every_layer_each_probe, monkeypatch
+):
+    chosen = settings("epochs=2", f"method.curvature.estimator={estimator}")
+    probed, real = [], Method.probe
+
+    def probe(self, images, labels, step, *arguments, **named):
+        probed.append((self, step))
+        return real(self, images, labels, step, *arguments, **named)
+
+    monkeypatch.setattr(Method, "probe", probe)
+    made, run = trainer(chosen)
+    assert [step for _, step in probed] == [0] and probed[0][0] is not made.method
+    trace = made.train()
+    assert [step for method, step in probed if method is made.method] == [found.step for found in trace.probes]
+    assert len(trace.probes) == len(probed) - 1 > 0 and trace.probes[0].step > 0
+
+    monkeypatch.setattr(Assembly, "_warm_up", lambda self, settings: None)
+    cold, _ = trainer(chosen)
+    without = cold.train()
+    assert len(probed) == 2 * len(trace.probes) + 1
+    assert all(torch.equal(*pair) for pair in zip(weights(made), weights(cold), strict=True))
+    assert [found.eigenvalues for found in trace.probes] == [found.eigenvalues for found in without.probes]
+
+
+@pytest.mark.parametrize("overrides", ["method=triaccel_precision", "method=triaccel_batch", "method=fp32"])
+def test_a_process_whose_method_reads_no_curvature_probes_nothing(overrides, monkeypatch):
+    monkeypatch.setattr(Method, "probe", lambda *arguments, **named: pytest.fail("probed"))
+    trainer(settings(overrides))
 
 
 @pytest.mark.parametrize("method", ["fp32", "amp"])
