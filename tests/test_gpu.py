@@ -17,6 +17,7 @@ from triaccel_bench.data import DeviceData
 from triaccel_bench.engine import Engine
 from triaccel_bench.graphs import CaptureError
 from triaccel_bench.meters import VramMeter
+from triaccel_bench.methods import Method
 from triaccel_bench.schedule import Schedule
 
 pytestmark = [
@@ -318,6 +319,20 @@ def test_peaks_do_not_depend_on_the_order_of_jobs():
     assert first["resnet18"] > 2 * first["resnet8"]
     for name, value in first.items():
         assert second[name] == pytest.approx(value, rel=0.01)
+
+
+@pytest.mark.parametrize("estimator", ["estimator=fisher", "product=jacobian", "product=difference"])
+def test_probes_are_captured_before_the_run_and_never_in_it(estimator, monkeypatch):
+    made = []
+    real = graphs_module.Replayed._capture
+    monkeypatch.setattr(graphs_module.Replayed, "_capture", lambda self, *given: made.append(1) or real(self, *given))
+    chosen = small("method.curvature.every=2", f"method.curvature.{estimator}", "epochs=3", "method.curvature.k=2")
+    monkeypatch.setattr(Method, "_allowance", lambda self, training_seconds: 1.0)
+    run_of, record = trainer(chosen, data())
+    assert len(made) == 1
+    trace = run_of.train()
+    assert len(made) == 1 and len(trace.probes) > 2 and run_of.method.eager_reason is None
+    assert record.graphs and record.eager_reason is None and not record.warnings
 
 
 def test_epoch_seconds_agree_with_device_events():

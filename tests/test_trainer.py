@@ -8,11 +8,11 @@ import torch
 from tiny import images, settings, trainer
 
 from triaccel_bench import control, data, models, precision
-from triaccel_bench.assembly import Assembly
 from triaccel_bench.configuration import compose
 from triaccel_bench.data import ElasticSampler
 from triaccel_bench.divergence import Diverged
 from triaccel_bench.engine import Engine
+from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.methods import Method
 from triaccel_bench.schedule import Schedule
 
@@ -45,36 +45,51 @@ def test_a_tri_accel_run_moves_everything_and_records_it(every_layer_each_probe)
     assert trace.layers == [layer.name for layer in run.layers]
 
 
-@pytest.mark.parametrize("estimator", ["hessian", "fisher"])
-def test_a_process_probes_a_copy_before_its_run_which_knows_nothing_of_it(
-    estimator, every_layer_each_probe, monkeypatch
-):
-    chosen = settings("epochs=2", f"method.curvature.estimator={estimator}")
-    probed, real = [], Method.probe
+PRODUCTS = [
+    "estimator=fisher",
+    "estimator=hessian product=jacobian",
+    "estimator=hessian product=exact",
+    "estimator=hessian product=difference",
+]
 
-    def probe(self, images, labels, step, *arguments, **named):
-        probed.append((self, step))
-        return real(self, images, labels, step, *arguments, **named)
 
-    monkeypatch.setattr(Method, "probe", probe)
+@pytest.mark.parametrize("estimator", PRODUCTS)
+def test_the_first_probe_of_a_run_is_not_its_process_s_first(estimator, every_layer_each_probe, monkeypatch):
+    """What is loaded and captured once comes before the run, which is the same without it."""
+    parts = [f"method.curvature.{part}" for part in estimator.split()]
+    chosen = settings("epochs=2", "method.curvature.iterations=2", "method.curvature.k=2", *parts)
     made, run = trainer(chosen)
-    assert [step for _, step in probed] == [0] and probed[0][0] is not made.method
+    estimator, at = made.method._estimator, []
+    assert run.first_use_seconds > 0 and not made.method.curvature and made.method.may_probe(0.0)
+    real = estimator.probe
+    monkeypatch.setattr(estimator, "probe", lambda *given: at.append(made.step) or real(*given))
     trace = made.train()
-    assert [step for method, step in probed if method is made.method] == [found.step for found in trace.probes]
-    assert len(trace.probes) == len(probed) - 1 > 0 and trace.probes[0].step > 0
+    assert at == [found.step for found in trace.probes] and min(at) > 0
 
-    monkeypatch.setattr(Assembly, "_warm_up", lambda self, settings: None)
+    prepared = []
+    monkeypatch.setattr(Method, "prepare_probe", lambda self, *given: prepared.append(given))
     cold, _ = trainer(chosen)
     without = cold.train()
-    assert len(probed) == 2 * len(trace.probes) + 1
+    assert len(prepared) == 1 and len(prepared[0][0]) == chosen.method.curvature.batch
     assert all(torch.equal(*pair) for pair in zip(weights(made), weights(cold), strict=True))
     assert [found.eigenvalues for found in trace.probes] == [found.eigenvalues for found in without.probes]
 
 
-@pytest.mark.parametrize("overrides", ["method=triaccel_precision", "method=triaccel_batch", "method=fp32"])
-def test_a_process_whose_method_reads_no_curvature_probes_nothing(overrides, monkeypatch):
-    monkeypatch.setattr(Method, "probe", lambda *arguments, **named: pytest.fail("probed"))
-    trainer(settings(overrides))
+def test_a_probe_that_finds_no_memory_before_the_run_is_left_to_the_run(monkeypatch):
+    def never(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(FisherEstimator, "probe", never)
+    made, run = trainer(settings("epochs=1", "method.curvature.estimator=fisher"))
+    assert not run.retries and not run.warnings
+    made.train()
+    assert run.retries == {"allocator": 1}
+
+
+@pytest.mark.parametrize("method", ["triaccel_precision", "triaccel_batch", "fp32"])
+def test_without_curvature_nothing_is_probed_before_a_run(method, monkeypatch):
+    monkeypatch.setattr(Method, "prepare_probe", lambda *given: pytest.fail("probed"))
+    trainer(settings(f"method={method}"))
 
 
 @pytest.mark.parametrize("method", ["fp32", "amp"])

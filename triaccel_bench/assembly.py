@@ -86,8 +86,18 @@ class Assembly:
         )
         return Parts(network, method, engine)
 
+    def build_run(self, settings: Settings) -> Parts:
+        """The run's own parts, its probes loaded and captured: no probe of the run takes longer than others."""
+        parts = self.build(settings, reason_for_eager_steps(settings))
+        if parts.method.probe_due(0):
+            count = min(settings.method.curvature.batch, self._data.train_count)
+            batch = self._data.plain_batch(torch.arange(count, device=self._hardware.device))
+            # What does not fit is left to the first probe.
+            tolerated(lambda: parts.method.prepare_probe(*batch, parts.engine.captured.lend_pool()))
+        return parts
+
     def prepare(self, settings: Settings, budget: Budget | None = None) -> Budget:
-        """What comes before the run's own parts: MemMax, its enforcement, a few steps and a probe to warm up.
+        """What comes before the run's own parts: MemMax, its enforcement, and a few steps to warm up.
 
         Args:
             budget: what this returned in an earlier process of the run; measured again, it would be another run.
@@ -108,25 +118,21 @@ class Assembly:
         return open_meter(chosen, self._hardware, self._data.bytes, module, lambda: engine.state_bytes)
 
     def _warm_up(self, settings: Settings) -> None:
-        """A few steps under each kind of plan that a run with these settings may come to, and a curvature probe."""
+        """A few steps under each kind of plan that a run with these settings may come to."""
         moves = settings.method.precision.adaptive or settings.replay.run is not None
         plans = list(PLANS_TO_COMPILE) if moves and self._hardware.device.type == "cuda" else [(settings.method.dtype,)]
-        self.try_out(plans, WARM_UP_STEPS, settings, probe=True)
+        self.try_out(plans, WARM_UP_STEPS, settings)
 
-    def try_out(self, plans: list[tuple[str, ...]], steps: int, settings: Settings, probe: bool = False) -> int | None:
+    def try_out(self, plans: list[tuple[str, ...]], steps: int, settings: Settings) -> int | None:
         """Train a throw-away copy at B0, ``steps`` under each requested plan; returns the meter's peak under the last.
 
         It runs eagerly: the memory it needs is the same, and a capture would outlast its few steps.
-
-        Args:
-            probe: read its curvature once as well, where the method reads any: what a library or a compiler does at
-                the first probe of a process is none of the run's training time. Not in the peak.
         """
         # MemMax is FP32's own, whatever the run's method rounds.
         with precision.tf32_allowed(settings.method.tf32):
-            return self._tried(plans, steps, settings, probe)
+            return self._tried(plans, steps, settings)
 
-    def _tried(self, plans: list[tuple[str, ...]], steps: int, settings: Settings, probe: bool) -> int | None:
+    def _tried(self, plans: list[tuple[str, ...]], steps: int, settings: Settings) -> int | None:
         network, method, engine = self.build(settings, "a copy of a few steps")
         meter = self.meter_of(settings, engine)
         self._data.begin_epoch(self._seed, 0)
@@ -146,11 +152,6 @@ class Assembly:
         if on_card:
             torch.cuda.synchronize(self._hardware.device)
         peak = meter.window_peak_bytes()
-        if probe and method.probe_due(0):
-            count = min(settings.method.curvature.batch, self._data.train_count)
-            images, labels = self._data.plain_batch(torch.arange(count, device=self._hardware.device))
-            method.probe(images, labels, step=0, training_seconds=0.0)
-            method.release()
         del network, method, engine, meter
         gc.collect()
         if on_card:

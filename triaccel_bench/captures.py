@@ -115,10 +115,16 @@ class CapturedCalls:
         self._warm.clear()
         return held
 
-    @property
-    def idle_pool(self) -> Any:
-        """The pool, whose memory nobody needs between two calls; ``None`` if it may go."""
-        return None if self._pool is None or self._tight else self._pool.handle
+    def lend_pool(self) -> Any:
+        """The pool, whose memory nobody needs between two calls; ``None`` if it may go, or nothing is captured."""
+        if self._tight or self.eager_reason is not None:
+            return None
+        try:
+            with torch.cuda.device(self._device):
+                self._pool = self._pool or Pool()
+        except CaptureError:
+            return None
+        return self._pool.handle
 
     @property
     def pool_bytes(self) -> int:

@@ -83,7 +83,7 @@ class Trainer:
         known = None if found is None else checked(Budget, section(found, "budget"), "budget")
         self.budget_bytes, run.budget_source = assembly.prepare(settings, known)
         run.budget_bytes = self.budget_bytes
-        self.network, self.method, self.engine = assembly.build(settings, reason_for_eager_steps(settings))
+        self.network, self.method, self.engine = assembly.build_run(settings)
         self.meter = assembly.meter_of(settings, self.engine)
         self.anatomy = Anatomy(self.meter, self.engine, self.data.bytes)
         self.recovery = Recovery(run, self.engine, self.method.release, self.emit)
@@ -313,7 +313,7 @@ class Trainer:
 
         def read() -> Probe | None:
             images, labels = self.data.plain_batch(torch.tensor(drawn, device=self.hardware.device))
-            return self.method.probe(images, labels, self.step, self.training_seconds, self.engine.captured.idle_pool)
+            return self.method.probe(images, labels, self.step, self.training_seconds, self.engine.captured.lend_pool())
 
         probe, _ = self.recovery.attempt("probe", "a curvature probe, which is left out", read)
         seconds = self.clock.read() - started
