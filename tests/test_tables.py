@@ -235,6 +235,15 @@ def test_a_row_whose_last_epochs_are_not_like_the_rest_says_what_the_whole_run_t
     assert table.frame["train_seconds_per_run_mean"].tolist() == [20.0, 40.0]
 
 
+def test_what_came_before_the_first_epoch_is_in_no_time_and_told_by_itself():
+    found = run(method="fp32")
+    found.first_use_seconds = 7.25
+    other = run(method="amp")
+    other.first_use_seconds = None
+    frame = table1(Results((found, other))).frame
+    assert frame["first_use_seconds_mean"].tolist() == [7.25, None]
+
+
 @pytest.mark.parametrize("first, told", [(2.36, False), (2.44, True), (1.64, False), (1.56, True)])
 def test_a_tenth_of_difference_is_told(first, told):
     uneven = [epoch(number, train_seconds=first if number <= 5 else 2.0) for number in range(1, 11)]

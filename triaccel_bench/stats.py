@@ -46,6 +46,8 @@ class RunSummary:
     seconds_epochs: int
     training_seconds: float | None
     """Of the whole run."""
+    first_use_seconds: float | None
+    """Before the first epoch: libraries, kernels, MemMax, captures of probes."""
     meter: Meter
     memory_peak_bytes: int | None
     """In the meter's own sense: bytes of live tensors are not VRAM."""
@@ -188,6 +190,7 @@ def summarise(run: RunRecord) -> RunSummary:
         seconds=seconds,
         seconds_epochs=len(last),
         training_seconds=math.fsum(epoch.train_seconds for epoch in run.epochs) if run.epochs else None,
+        first_use_seconds=run.first_use_seconds,
         meter=run.meter,
         memory_peak_bytes=memory,
         reserved_bytes=_largest(epoch.reserved_bytes for epoch in run.epochs),

@@ -116,6 +116,7 @@ def _row1(cell: Cell, sheet: Sheet) -> _Row:
     data = _identity_data(cell) | _spread("accuracy_percent", cell.mean("accuracy_percent"))
     data |= _spread("train_seconds_per_epoch", cell.mean("seconds")) | {"epochs": epochs, "timed_epochs": timed}
     data |= _spread("train_seconds_per_run", cell.mean("training_seconds"))
+    data |= _spread("first_use_seconds", cell.mean("first_use_seconds"))
     data |= _memory_data(cell) | _spread("probe_seconds_per_epoch", cell.mean("probe_seconds"))
     for name, quantity in (("score", "score"), ("score_percent", "score_percent"), ("batch_samples", "batch_mean")):
         data |= _spread(name, cell.mean(quantity))
