@@ -9,7 +9,7 @@ from measured import epoch, papers_table1, provenance, run, write
 
 from triaccel_bench import paper
 from triaccel_bench.layout import to_markdown
-from triaccel_bench.records import SplitRecord
+from triaccel_bench.records import LayerRecord, SplitRecord
 from triaccel_bench.results import Results, read_results
 from triaccel_bench.tables import table1, table2
 
@@ -304,6 +304,27 @@ def test_a_controller_that_never_moved_anything_is_named(method, change, idle):
     pace = "10 steps, a control step every 100, a probe every 200"
     said = f"Tri-Accel: no control decision took effect in this run ({pace})."
     assert (said in table.footers) == idle
+
+
+@pytest.mark.parametrize(
+    ("ages", "method", "told"),
+    [
+        ([10, 10, 10], "triaccel", False),
+        ([900, 10, 10], "triaccel", False),
+        ([900, 501, 10], "triaccel", True),
+        ([None, 10, 10], "triaccel", True),
+        ([], "triaccel", False),
+        ([None, None, None], "triaccel_precision", False),
+    ],
+)
+def test_curvature_that_hardly_took_part_is_told(ages, method, told):
+    layers = [
+        LayerRecord(name=str(place), elements=1, requested="fp32", executed="fp32", lambda_age_steps=age)
+        for place, age in enumerate(ages)
+    ]
+    aged, fresh = run(method=method, steps=1000, layers=layers), run(method=method, seed=1, steps=1000)
+    said = [line for line in table1(Results((aged, fresh))).footers if "curvature was never read" in line]
+    assert [line.split(":")[0] for line in said] == ["Tri-Accel (seed 0)"] * told
 
 
 def test_a_recorded_schedule_has_a_row_of_its_own_that_says_what_it_follows():

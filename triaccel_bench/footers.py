@@ -153,6 +153,17 @@ def idle_controllers(found: list[Cell], name: Names) -> list[str]:
     ]
 
 
+def stale_curvature(found: list[Cell], name: Names) -> list[str]:
+    """Rows whose curvature hardly took part."""
+    told = []
+    for cell in filter(_probes, found):
+        seeds = [summary.seed for summary in cell.summaries if summary.hardly_probed]
+        if seeds:
+            told.append(f"{name(cell)} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})")
+    what = "curvature was never read of some layers, or of most of them in the first half of the steps alone"
+    return [f"{'; '.join(told)}: {what} (method.curvature.max_overhead)."] if told else []
+
+
 def schedules(found: list[Cell], name: Names) -> list[str]:
     """Rows that followed a recorded schedule, and which."""
     following = [cell for cell in found if cell.settings.get("replay", {}).get("run") is not None]

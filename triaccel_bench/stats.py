@@ -68,6 +68,8 @@ class RunSummary:
     layers_executed: dict[str, int]
     moved: bool
     """Whether any control decision took effect: another batch, plan or rate than at the start."""
+    hardly_probed: bool
+    """Whether the run ended without curvature of some layer, or with that of the first half of its steps for most."""
     steps_skipped: int
     epochs: int
     budget_bytes: int | None
@@ -174,6 +176,11 @@ def _mean_of_all(values: list[float | None]) -> float | None:
     return None if not values or None in values else statistics.fmean(values)
 
 
+def _hardly_probed(run: RunRecord) -> bool:
+    ages = [layer.lambda_age_steps for layer in run.layers]
+    return bool(ages) and (None in ages or 2 * statistics.median(ages) > run.steps)
+
+
 def summarise(run: RunRecord) -> RunSummary:
     """The figures of one run. Scores need a VRAM meter: bytes of live tensors give none."""
     last = run.epochs[-LAST_EPOCHS:]
@@ -206,6 +213,7 @@ def summarise(run: RunRecord) -> RunSummary:
         layers_requested=run.epochs[-1].layers_requested if run.epochs else {},
         layers_executed=run.epochs[-1].layers_executed if run.epochs else {},
         moved=any(_moved(epoch, run.settings["method"]["batch"]["initial"]) for epoch in run.epochs),
+        hardly_probed=_hardly_probed(run),
         steps_skipped=run.steps_skipped,
         epochs=len(run.epochs),
         budget_bytes=run.budget_bytes,

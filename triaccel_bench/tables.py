@@ -201,6 +201,7 @@ def _table(
         *footers.estimators(found, sheet.name),
         *footers.rounded_products(found, sheet.name),
         *footers.idle_controllers(found, sheet.name),
+        *footers.stale_curvature(found, sheet.name),
         *footers.schedules(found, sheet.name),
         *further(found, sheet.name),
         *footers.company(found, sheet.name),

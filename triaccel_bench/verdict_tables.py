@@ -38,6 +38,7 @@ def measured(evidence: Evidence) -> Table:
     notes = [
         *footers.executions(evidence.cells, name),
         *footers.estimators(evidence.cells, name),
+        *footers.stale_curvature(evidence.cells, name),
         *footers.rounded_products(evidence.cells, name),
         *footers.company(evidence.cells, name),
     ]
