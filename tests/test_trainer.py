@@ -7,12 +7,11 @@ import pytest
 import torch
 from tiny import images, settings, trainer
 
-from triaccel_bench import control, data, models, precision
+from triaccel_bench import control, data, fisher, models, precision, snapshot
 from triaccel_bench.configuration import compose
 from triaccel_bench.data import ElasticSampler
 from triaccel_bench.divergence import Diverged
 from triaccel_bench.engine import Engine
-from triaccel_bench.fisher import FisherEstimator
 from triaccel_bench.methods import Method
 from triaccel_bench.schedule import Schedule
 
@@ -63,27 +62,48 @@ def test_the_first_probe_of_a_run_is_not_its_process_s_first(estimator, every_la
     assert run.first_use_seconds > 0 and not made.method.curvature and made.method.may_probe(0.0)
     real = estimator.probe
     monkeypatch.setattr(estimator, "probe", lambda *given: at.append(made.step) or real(*given))
+    ready = snapshot.generators(made.hardware.device)
     trace = made.train()
     assert at == [found.step for found in trace.probes] and min(at) > 0
 
     prepared = []
-    monkeypatch.setattr(Method, "prepare_probe", lambda self, *given: prepared.append(given))
+    monkeypatch.setattr(Method, "prepare_probe", lambda self, *given: prepared.append(given) or 0)
     cold, _ = trainer(chosen)
+    drawn = snapshot.generators(cold.hardware.device)
+    assert all(torch.equal(*pair) for pair in zip(ready, drawn, strict=True))
     without = cold.train()
     assert len(prepared) == 1 and len(prepared[0][0]) == chosen.method.curvature.batch
     assert all(torch.equal(*pair) for pair in zip(weights(made), weights(cold), strict=True))
     assert [found.eigenvalues for found in trace.probes] == [found.eigenvalues for found in without.probes]
 
 
-def test_a_probe_that_finds_no_memory_before_the_run_is_left_to_the_run(monkeypatch):
-    def never(*given):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+def test_a_probe_that_finds_no_memory_before_the_run_changes_none_of_the_run(every_layer_each_probe, monkeypatch):
+    chosen = settings("epochs=1", "method.curvature.estimator=fisher")
+    expected, _ = trainer(chosen)
+    wanted = expected.train()
+    real, failed = fisher.leading, []
 
-    monkeypatch.setattr(FisherEstimator, "probe", never)
-    made, run = trainer(settings("epochs=1", "method.curvature.estimator=fisher"))
-    assert not run.retries and not run.warnings
+    def once(*given):
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return real(*given)
+
+    monkeypatch.setattr(fisher, "leading", once)
+    made, run = trainer(chosen)
+    assert failed and not run.retries and not run.warnings
+    assert [found.eigenvalues for found in made.train().probes] == [found.eigenvalues for found in wanted.probes]
+    assert all(torch.equal(*pair) for pair in zip(weights(made), weights(expected), strict=True))
+
+
+def test_what_a_probe_needs_of_the_pool_is_known_before_the_first_one(monkeypatch):
+    """At the first control step already, which may come long before it: the batch is not to grow into it."""
+    monkeypatch.setattr(Method, "prepare_probe", lambda self, *given: 123456)
+    made, _ = trainer(settings("epochs=1", "method.curvature.every=1000"))
+    lent = []
+    monkeypatch.setattr(made.anatomy, "headroom_bytes", lambda peak, cap, needed: lent.append(needed))
     made.train()
-    assert run.retries == {"allocator": 1}
+    assert set(lent) == {123456}
 
 
 @pytest.mark.parametrize("method", ["triaccel_precision", "triaccel_batch", "fp32"])

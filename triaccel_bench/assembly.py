@@ -86,15 +86,19 @@ class Assembly:
         )
         return Parts(network, method, engine)
 
-    def build_run(self, settings: Settings) -> Parts:
-        """The run's own parts, its probes loaded and captured: no probe of the run takes longer than others."""
-        parts = self.build(settings, reason_for_eager_steps(settings))
+    def build_run(self, settings: Settings) -> tuple[Parts, int]:
+        """The run's own parts, its probes made ready, and what of the graphs' pool a probe needs in bytes."""
+        parts, needed = self.build(settings, reason_for_eager_steps(settings)), 0
         if parts.method.probe_due(0):
             count = min(settings.method.curvature.batch, self._data.train_count)
             batch = self._data.plain_batch(torch.arange(count, device=self._hardware.device))
-            # What does not fit is left to the first probe.
-            tolerated(lambda: parts.method.prepare_probe(*batch, parts.engine.captured.lend_pool()))
-        return parts
+
+            def ready() -> None:
+                nonlocal needed
+                needed = parts.method.prepare_probe(*batch, parts.engine.captured.lend_pool())
+
+            tolerated(ready)  # what does not fit is left to the first probe
+        return parts, needed
 
     def prepare(self, settings: Settings, budget: Budget | None = None) -> Budget:
         """What comes before the run's own parts: MemMax, its enforcement, and a few steps to warm up.

@@ -122,9 +122,9 @@ class CapturedCalls:
         try:
             with torch.cuda.device(self._device):
                 self._pool = self._pool or Pool()
+                return self._pool.handle
         except CaptureError:
             return None
-        return self._pool.handle
 
     @property
     def pool_bytes(self) -> int:

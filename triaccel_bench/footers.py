@@ -161,7 +161,7 @@ def stale_curvature(found: list[Cell], name: Names) -> list[str]:
         if seeds:
             told.append(f"{name(cell)} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})")
     what = "curvature was never read of some layers, or of most of them in the first half of the steps alone"
-    return [f"{'; '.join(told)}: {what} (method.curvature.max_overhead)."] if told else []
+    return [f"{'; '.join(told)}: {what}."] if told else []
 
 
 def schedules(found: list[Cell], name: Names) -> list[str]:

@@ -67,15 +67,18 @@ class Method:
         """Every T_curv steps (section 4.3), for methods that read curvature."""
         return self._estimator is not None and step % self.settings.curvature.every == 0
 
-    def prepare_probe(self, images: Tensor, labels: Tensor, pool: Any = None) -> None:
-        """A probe whose reading is forgotten, so that the first one finds everything loaded and captured.
+    def prepare_probe(self, images: Tensor, labels: Tensor, pool: Any = None) -> int:
+        """A probe whose reading is forgotten, so that the first one finds loaded and captured what all share.
 
         What a process loads and captures once is no price of curvature, and on a fast card it would use up
-        ``curvature.max_overhead`` of a whole run.
+        ``curvature.max_overhead`` of a whole run. Returns ``Probe.replayed_bytes``. Also where it fails,
+        the run's probes are those that they would have been.
         """
         before = self._estimator.state_dict()
-        self._estimator.probe(images, labels, 0.0, pool)
-        self._estimator.load_state_dict(before)
+        try:
+            return self._estimator.probe(images, labels, 0.0, pool).replayed_bytes
+        finally:
+            self._estimator.load_state_dict(before)
 
     def probe(
         self, images: Tensor, labels: Tensor, step: int, training_seconds: float, pool: Any = None

@@ -242,7 +242,7 @@ class RunRecord(_Record):
     """Whether steps were replayed from CUDA graphs to the end; ``eager_reason`` says why not."""
     eager_reason: str | None = None
     first_use_seconds: float | None = None
-    """Compilation, library start-up and memory calibration before the first epoch's clock."""
+    """Compilation, library start-up, memory calibration and a probe to make ready, before the first epoch's clock."""
     resumed_at: list[int] = Field(default_factory=list)
     """Steps after which a new process went on from a checkpoint. Figures in seconds add up over the processes."""
     checkpoint_seconds: float = 0.0

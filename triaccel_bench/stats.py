@@ -178,7 +178,8 @@ def _mean_of_all(values: list[float | None]) -> float | None:
 
 def _hardly_probed(run: RunRecord) -> bool:
     ages = [layer.lambda_age_steps for layer in run.layers]
-    return bool(ages) and (None in ages or 2 * statistics.median(ages) > run.steps)
+    due = run.steps >= run.settings["method"]["curvature"]["every"]
+    return bool(ages) and due and (None in ages or 2 * statistics.median(ages) > run.steps)
 
 
 def summarise(run: RunRecord) -> RunSummary:

@@ -83,14 +83,14 @@ class Trainer:
         known = None if found is None else checked(Budget, section(found, "budget"), "budget")
         self.budget_bytes, run.budget_source = assembly.prepare(settings, known)
         run.budget_bytes = self.budget_bytes
-        self.network, self.method, self.engine = assembly.build_run(settings)
+        (self.network, self.method, self.engine), self._probe_pool_bytes = assembly.build_run(settings)
         self.meter = assembly.meter_of(settings, self.engine)
         self.anatomy = Anatomy(self.meter, self.engine, self.data.bytes)
         self.recovery = Recovery(run, self.engine, self.method.release, self.emit)
         run.meter, run.meter_reason = self.meter.name, self.meter.reason
         self.trace = Trace(layers=list(self.network.layers), start=self.method.start)
         self.peaks = Peaks()
-        self._probe_pool_bytes, self._evaluated_at = 0, settings.evaluation.batch
+        self._evaluated_at = settings.evaluation.batch
         self._record_next, self.step = True, 0
         self.training_seconds = 0.0
         """Wall-clock of training so far, probes excluded, as of the last probe, control step or epoch's end."""

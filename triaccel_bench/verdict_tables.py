@@ -45,8 +45,8 @@ def measured(evidence: Evidence) -> Table:
     caption = (
         "Time: training seconds an epoch over the last epochs. VRAM: peak of the whole run, without the data set. "
         "Batch: that an average sample was trained in. Training: seconds of the whole run. "
-        "Start: seconds before the first epoch, in which libraries load, kernels compile where they never did, "
-        "MemMax is measured, and probes are captured."
+        "Start: seconds before the first epoch, in which libraries load, kernels compile where they never did, and "
+        "MemMax is measured; runs that went on add up."
     )
     return _table("Measured", caption, header, rows, notes)
 
