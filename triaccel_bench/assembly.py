@@ -88,17 +88,13 @@ class Assembly:
 
     def build_run(self, settings: Settings) -> tuple[Parts, int]:
         """The run's own parts, its probes made ready, and what of the graphs' pool a probe needs in bytes."""
-        parts, needed = self.build(settings, reason_for_eager_steps(settings)), 0
-        if parts.method.probe_due(0):
-            count = min(settings.method.curvature.batch, self._data.train_count)
-            batch = self._data.plain_batch(torch.arange(count, device=self._hardware.device))
-
-            def ready() -> None:
-                nonlocal needed
-                needed = parts.method.prepare_probe(*batch, parts.engine.captured.lend_pool())
-
-            tolerated(ready)  # what does not fit is left to the first probe
-        return parts, needed
+        parts = self.build(settings, reason_for_eager_steps(settings))
+        if not parts.method.probe_due(0):
+            return parts, 0
+        batch = self._data.plain_batch(torch.arange(parts.method.probe_images, device=self._hardware.device))
+        # What does not fit is left to the first probe.
+        needed = tolerated(lambda: parts.method.prepare_probe(*batch, parts.engine.captured.lend_pool()))
+        return parts, needed or 0
 
     def prepare(self, settings: Settings, budget: Budget | None = None) -> Budget:
         """What comes before the run's own parts: MemMax, its enforcement, and a few steps to warm up.

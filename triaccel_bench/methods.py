@@ -49,6 +49,8 @@ class Method:
             executes={level: self._executed_of(level) for level in control.LEVELS},
             samples=samples,
         )
+        self.probe_images = min(settings.curvature.batch, samples)
+        """Of every probe: what is captured for one shape serves no other."""
         self.curvature: dict[str, LayerCurvature] = {}
         self._unreadable: set[str] = set()
         self._probe_seconds = 0.0

@@ -16,16 +16,18 @@ from triaccel_bench.shortage import DOUBTFUL, cause_of, error_of
 Result = TypeVar("Result")
 
 
-def tolerated(call: Callable[[], object]) -> None:
-    """``call()``, whose memory is free again whether or not it sufficed."""
+def tolerated(call: Callable[[], Result]) -> Result | None:
+    """``call()``, or ``None`` where memory did not suffice; what it does not keep is free again either way."""
+    result = None
     try:
-        call()
+        result = call()
     except Exception as error:
         if cause_of(error) is None:
             raise
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+    return result
 
 
 class Recovery:

@@ -304,7 +304,7 @@ class Trainer:
     def _probe(self) -> float:
         """Read curvature; its peak is kept apart from the training window's. Returns the seconds it took."""
         self._close_window()
-        count = min(self.settings.method.curvature.batch, self.data.train_count)
+        count = self.method.probe_images
         drawn = random.Random(f"{self.seed} {self.step}").sample(range(self.data.train_count), count)
         started = self.clock.read()  # only now, so that the samples are drawn while the device is at work
         self.training_seconds = started - self.training_began
