@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from triaccel_bench import paper, tables_cli, targets, verdict_page, verdicts
 from triaccel_bench.compare import Difference, holm, paired
 from triaccel_bench.differences import ACCURACY, QUANTITIES
 from triaccel_bench.evidence import CLAIMED, EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
+from triaccel_bench.reproduction import sweep
 from triaccel_bench.results import Results
 from triaccel_bench.verdict_tables import levelled_off
 from triaccel_bench.verdicts import Checked, every, some
@@ -181,7 +183,33 @@ def test_one_seed_tests_nothing():
     runs = [one for one in study() if one.seed == 0]
     assert {each.outcome for each in targets.reached(evidence(*runs))} == {"not tested"}
     assert verdict_of("time_cifar10", *runs) == "not tested"
-    assert "one seed, and so no interval, of FP32 Baseline" in page(Results(tuple(runs)))
+    assert "ResNet-18: fewer seeds than planned: FP32 Baseline (1 of 10), TF32 (1 of 3)" in page(Results(tuple(runs)))
+
+
+def test_the_seeds_that_the_page_misses_are_those_that_the_reproduction_runs():
+    most: Counter[tuple[str, str]] = Counter()
+    for part in ("table1", "table2", "seeds"):
+        for job in sweep(part, ["device=cpu"]).jobs():
+            most |= {(job.model.name, job.method.name): len(job.seeds)}
+    assert most == {each: verdict_page.seeds_planned(*each) for each in most} and set(most.values()) == {3, 10}
+
+
+def test_a_control_that_is_lacking_is_named():
+    text = page(Results((*study(), *controls())))
+    assert "ResNet-18: no control: AMP (Static) for as long as Tri-Accel Plus.\n" in text
+    every = ", ".join((
+        "AMP (Static) at Tri-Accel Plus's mean batch", "FP32 Baseline for as long as Tri-Accel Plus",
+        "AMP (Static) for as long as Tri-Accel Plus", "recorded schedule", "recorded schedule, layers shuffled",
+    ))  # fmt: skip
+    assert f"EfficientNet-B0: no control: {every}.\n" in text
+
+
+def test_a_seed_that_a_control_lacks_is_named_with_it():
+    beside = controls()
+    lost = next(one for one in beside if one.method == "fp32" and one.seed == 2)
+    lost.status, lost.reason = "failed", "no driver"
+    text = page(Results((*study(), *beside)))
+    assert "CIFAR-10 / ResNet-18 / FP32 Baseline, 2 epochs: not in the mean: seed 2 failed: no driver" in text
 
 
 def test_a_run_that_diverged_contradicts_stability_and_stands_in_no_mean():
@@ -300,7 +328,8 @@ def test_fewer_trials_than_another_method_had_are_told():
     )
     assert "fewer finished trials" not in page(Results(tuple(study())))
     shorter = cell("resnet18", "amp", tree=tree | {"epochs": 5}, seeds=(0,), cell="c")
-    assert "AMP (Static) (" not in page(Results((*study(), *trials, *shorter))), "another tuning takes nothing away"
+    text = page(Results((*study(), *trials, *shorter)))
+    assert "(1 of 2)" in text and "AMP (Static) (1 of 2)" not in text, "another tuning takes nothing away"
 
 
 def test_the_page_says_by_how_many_seeds_a_trial_is_best_and_where_other_values_were_run():

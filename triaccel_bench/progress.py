@@ -38,18 +38,19 @@ class Plain(Reporter):
 
     def __init__(self, now=time.monotonic) -> None:
         self._now = now
-        self._label, self._meter, self._started = "", "vram", now()
-        self._first: int | None = None
+        self._label, self._meter = "", "vram"
+        self._started, self._first = 0.0, None
 
     def start(self, label: str, meter: str) -> None:
-        self._label, self._meter, self._started, self._first = label, meter, self._now(), None
+        self._label, self._meter, self._first = label, meter, None
 
     def epoch(self, payload: dict[str, Any], epochs: int) -> None:
-        elapsed = self._now() - self._started
         if self._first is None:
-            # One that goes on has done the epochs before in no time of this process.
+            # One that goes on has done the epochs before in no time of this process, and what a process does before its
+            # first (kernels may take minutes to compile) it does once.
             self._first = payload["epoch"]
-        left = elapsed / (payload["epoch"] - self._first + 1) * (epochs - payload["epoch"])
+            self._started = self._now() - payload["train_seconds"] - payload["evaluation_seconds"]
+        left = (self._now() - self._started) / (payload["epoch"] - self._first + 1) * (epochs - payload["epoch"])
         self.line(f"{self._label}  {epoch_text(payload, epochs, self._meter)}  {_clock(left)} left")
 
     def line(self, text: str) -> None:

@@ -362,8 +362,10 @@ def _names(cell: Cell) -> tuple[str, str, str]:
     return data, model_label(cell.model, cell.settings), METHODS.get(cell.method, cell.method)
 
 
-def name(cell: Cell) -> str:
-    return " / ".join(_names(cell))
+def name(cell: Cell, control: str | None = None) -> str:
+    """``control``: its kind, of one of ``Evidence.controls``, which bears the name of the method that it is like."""
+    dataset, model, method = _names(cell)
+    return " / ".join((dataset, model, method if control is None else _control_label(control, cell)))
 
 
 def _table(
