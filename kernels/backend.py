@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -39,3 +42,34 @@ def require_backend(backend: str, device: torch.device) -> None:
             f"backend='triton' {how}: expected tensors on {reachable}, got {device.type}; "
             "move them or pass backend='torch'"
         )
+
+
+def compiles_together() -> bool:
+    """Whether ``compiled_together`` can be used: early Tritons compile one kernel at a time, the interpreter none."""
+    return hasattr(triton, "AsyncCompileMode") and not INTERPRETED
+
+
+@contextmanager
+def compiled_together() -> Iterator[None]:
+    """Compile the kernels that are called, as many at a time as this process has cores, and launch none of them.
+
+    One after another the kernels of a network take about a minute. At the end all are there, in memory and in Triton's
+    cache on disk. What they would have written is left as it was allocated: for calls whose results nobody reads, or
+    takes for indices.
+
+    Raises:
+        triton.CompilationError: at the end, of a kernel that cannot be compiled.
+    """
+    run = triton.JITFunction.run
+
+    def compile_only(kernel, *arguments, grid, warmup, **options):
+        return run(kernel, *arguments, grid=grid, warmup=True, **options)
+
+    # Triton's mode holds in its own thread, and backward passes of a card have another one.
+    in_one_thread = torch.autograd.set_multithreading_enabled(False)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, triton.AsyncCompileMode(pool), in_one_thread:
+        triton.JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            triton.JITFunction.run = run

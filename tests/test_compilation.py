@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import ast
 import contextlib
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from places import once
 
+from triaccel_bench.assembly import Assembly
 from triaccel_bench.configuration import compose
 from triaccel_bench.data import DeviceData, ImageSet
+from triaccel_bench.hardware import inspect
 from triaccel_bench.kernels import backend
 from triaccel_bench.kernels.affine import affine_norm_act
 from triaccel_bench.kernels.backend import triton
@@ -160,6 +164,68 @@ CALLS = norm, convolutions, pooling, excitation, losses, updates, batches
 @pytest.mark.parametrize("calls", CALLS)
 def test_kernels_compile(card, calls):
     calls(card)
+
+
+@pytest.fixture
+def bare(card, monkeypatch, tmp_path):
+    """A card that nothing was compiled for, neither in this process nor on disk: the names of what is compiled since."""
+    from triton.runtime.driver import driver
+
+    if not hasattr(triton, "AsyncCompileMode"):
+        pytest.skip("this Triton compiles one kernel at a time")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    capability = driver.active.get_current_target().arch
+    fresh = Card(capability)
+    fresh.get_current_device = lambda: hash(tmp_path)
+    driver.set_active(fresh)
+    return lambda: Counter(path.stem for path in tmp_path.rglob("*.cubin"))
+
+
+def test_kernels_are_compiled_together_and_stay(card, bare, monkeypatch):
+    submitted = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *arguments):
+            submitted.append(arguments)
+            return super().submit(*arguments)
+
+    monkeypatch.setattr(backend, "ThreadPoolExecutor", Pool)
+    run = triton.JITFunction.run
+    with backend.compiled_together():
+        pooling(card)
+    assert triton.JITFunction.run is run and len(submitted) == bare().total() >= 4
+    found = bare()
+    pooling(card)
+    assert bare() == found, "none was left to be compiled by its first launch"
+
+
+def test_launches_are_real_again_where_calls_that_are_compiled_together_fail(card):
+    run = triton.JITFunction.run
+    with pytest.raises(RuntimeError, match="no room"), backend.compiled_together():
+        raise RuntimeError("no room")
+    assert triton.JITFunction.run is run
+    with backend.compiled_together():
+        pass
+
+
+def test_a_warm_up_compiles_all_of_its_kernels_together(card, bare, monkeypatch):
+    sizes = "method.batch.initial=8", "method.batch.min=8"
+    settings = compose(["dataset=synthetic", "model=resnet8", "device=cpu", "memory.meter=tensors", *sizes])
+    pixels = torch.zeros(16, 3, 32, 32, dtype=torch.uint8)
+    held = ImageSet(pixels, torch.arange(16) % 10, pixels[:8], torch.arange(8), tuple("0123456789"), "0" * 16, "x")
+    data = DeviceData(held, settings.dataset, 32, torch.device("cpu"), "triton", True)
+    together, after = backend.compiled_together, []
+
+    @contextlib.contextmanager
+    def watched():
+        with together():
+            yield
+        after.append(bare())
+
+    monkeypatch.setattr(backend, "compiles_together", lambda: True)
+    monkeypatch.setattr(backend, "compiled_together", watched)
+    Assembly(0, inspect("cpu", "torch"), data, "triton").try_out(["fp32", "fp32"], 1, settings)
+    assert len(after) == 1 and after[0].total() >= 5 and bare() == after[0]
 
 
 def test_no_kernel_is_left_out(monkeypatch):

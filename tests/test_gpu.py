@@ -1,6 +1,7 @@
 """The whole loop on a real card, and on the same card disguised as a T4 and a P100."""
 
 import gc
+import os
 import subprocess
 import sys
 
@@ -16,6 +17,7 @@ from triaccel_bench.configuration import compose
 from triaccel_bench.data import DeviceData
 from triaccel_bench.engine import Engine
 from triaccel_bench.graphs import CaptureError
+from triaccel_bench.kernels import backend
 from triaccel_bench.meters import VramMeter
 from triaccel_bench.methods import Method
 from triaccel_bench.schedule import Schedule
@@ -333,6 +335,51 @@ def test_probes_are_captured_before_the_run_and_never_in_it(estimator, monkeypat
     trace = run_of.train()
     assert len(made) == 1 and len(trace.probes) > 2 and run_of.method.eager_reason is None
     assert record.graphs and record.eager_reason is None and not record.warnings
+
+
+WARM_UP = """
+import contextlib, sys
+from pathlib import Path
+import torch
+from tiny import images
+from triaccel_bench.assembly import PLANS_TO_COMPILE, Assembly
+from triaccel_bench.configuration import compose
+from triaccel_bench.data import DeviceData
+from triaccel_bench.hardware import inspect
+from triaccel_bench.kernels import backend
+
+compiled = lambda: len(list(Path(sys.argv[2]).rglob("*.cubin")))
+together, counts = backend.compiled_together, []
+
+@contextlib.contextmanager
+def watched():
+    with together():
+        yield
+    counts.append(compiled())
+
+backend.compiled_together = watched
+settings = compose([f"model={sys.argv[1]}", "method=triaccel"])
+held = DeviceData(images(train=192, evaluation=32, side=32), settings.dataset, 32, torch.device("cuda"), "triton", True)
+assembly = Assembly(0, inspect("cuda", "triton"), held, "triton")
+peaks = [assembly.try_out(PLANS_TO_COMPILE, 2, settings) for _ in range(2)]
+network, _, engine = assembly.build(settings, "to be looked at")
+engine.set_plan([("fp16", "bf16", "fp32")[index % 3] for index in range(len(network.layers))])
+engine.step(torch.arange(96, device="cuda"))
+torch.cuda.synchronize()
+print(counts[0], compiled(), *peaks)
+"""
+
+
+@pytest.mark.skipif(not backend.compiles_together(), reason="this Triton compiles one kernel at a time")
+@pytest.mark.parametrize("name", ["resnet18", "efficientnet_b0"])
+def test_a_warm_up_compiles_all_kernels_of_all_plans_together(name, tmp_path):
+    """Also those of mixed plans; and steps whose kernels were not launched leave nothing behind in what is measured."""
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WARM_UP, name, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    together, all_told, *peaks = map(int, done.stdout.split())
+    assert together == all_told > 50 and peaks[0] == peaks[1]
 
 
 def test_epoch_seconds_agree_with_device_events():

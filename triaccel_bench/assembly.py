@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from triaccel_bench import models, precision
 from triaccel_bench.data import DeviceData
 from triaccel_bench.engine import Engine
 from triaccel_bench.hardware import Hardware, executed_dtype
+from triaccel_bench.kernels import backend
 from triaccel_bench.meters import MemoryMeter, open_meter
 from triaccel_bench.methods import Method, resolve_budget
 from triaccel_bench.openloop import OpenLoop
@@ -23,8 +25,11 @@ from triaccel_bench.settings import ModelSettings, Settings
 WARM_UP_STEPS = 2
 """Steps of a throw-away copy before the first epoch's clock: library start-up and kernel compilation."""
 
-PLANS_TO_COMPILE = (("fp16",), ("bf16",), ("fp32",), ("fp16", "bf16", "fp32"))
-"""Dtypes, repeated over the layers, that a method with adaptive precision may mix: their kernels compile beforehand."""
+PLANS_TO_COMPILE = "fp16", "bf16", "fp32"
+"""What layers of a method with adaptive precision may come to run in: their kernels compile beforehand.
+
+A mixture has no kernels of its own, since a layer's input, and what a join adds, are brought to its own dtype first.
+"""
 
 
 Budget = tuple[int | None, str | None]
@@ -104,7 +109,7 @@ class Assembly:
         """
         if budget is None:
             steps = settings.memory.calibration_steps
-            calibrate = partial(self.try_out, [("fp32",)], steps, settings.without_savings)
+            calibrate = partial(self.try_out, ["fp32"], steps, settings.without_savings)
             budget = resolve_budget(settings, self._hardware, calibrate)
         if settings.memory.enforce and budget[0] is not None:
             share = (budget[0] + self._data.bytes) / self._hardware.total_bytes
@@ -118,30 +123,39 @@ class Assembly:
         return open_meter(chosen, self._hardware, self._data.bytes, module, lambda: engine.state_bytes)
 
     def _warm_up(self, settings: Settings) -> None:
-        """A few steps under each kind of plan that a run with these settings may come to."""
+        """A few steps in each dtype that a run with these settings may come to."""
         moves = settings.method.precision.adaptive or settings.replay.run is not None
-        plans = list(PLANS_TO_COMPILE) if moves and self._hardware.device.type == "cuda" else [(settings.method.dtype,)]
-        self.try_out(plans, WARM_UP_STEPS, settings)
+        levels = PLANS_TO_COMPILE if moves and self._hardware.device.type == "cuda" else [settings.method.dtype]
+        self.try_out(levels, WARM_UP_STEPS, settings)
 
-    def try_out(self, plans: list[tuple[str, ...]], steps: int, settings: Settings) -> int | None:
-        """Train a throw-away copy at B0, ``steps`` under each requested plan; returns the meter's peak under the last.
+    def try_out(self, levels: Sequence[str], steps: int, settings: Settings) -> int | None:
+        """Train a throw-away copy at B0, ``steps`` with all layers at each of the requested levels.
 
         It runs eagerly: the memory it needs is the same, and a capture would outlast its few steps.
+
+        Returns:
+            The meter's peak under the last.
         """
         # MemMax is FP32's own, whatever the run's method rounds.
         with precision.tf32_allowed(settings.method.tf32):
-            return self._tried(plans, steps, settings)
+            return self._tried(levels, steps, settings)
 
-    def _tried(self, plans: list[tuple[str, ...]], steps: int, settings: Settings) -> int | None:
+    def _tried(self, levels: Sequence[str], steps: int, settings: Settings) -> int | None:
         network, method, engine = self.build(settings, "a copy of a few steps")
         meter = self.meter_of(settings, engine)
         self._data.begin_epoch(self._seed, 0)
         batch = min(settings.method.batch.initial, self._data.train_count)
         indices = torch.arange(batch, device=self._hardware.device)
         on_card = self._hardware.device.type == "cuda"
+        executed = dict.fromkeys(executed_dtype(level, self._hardware, settings.method.precision) for level in levels)
+        plans = [[dtype] * len(network.layers) for dtype in executed]
+        if self._kernels == "triton" and backend.compiles_together():
+            with backend.compiled_together():
+                for plan in plans:
+                    engine.set_plan(plan)
+                    engine.step(indices)
         for plan in plans:
-            executed = [executed_dtype(level, self._hardware, settings.method.precision) for level in plan]
-            engine.set_plan([executed[index % len(executed)] for index in range(len(network.layers))])
+            engine.set_plan(plan)
             if on_card:
                 # With engine.autotune the first step also holds the workspace of trials, which no later step needs.
                 engine.step(indices)
