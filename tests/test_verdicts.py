@@ -7,13 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from measured import GB, epoch, provenance, run, settings, write
+from measured import GB, epoch, merged, provenance, run, settings, write
 from omegaconf import OmegaConf
 
 from triaccel_bench import paper, tables_cli, targets, verdict_page, verdicts
 from triaccel_bench.compare import Difference, holm, paired
 from triaccel_bench.differences import ACCURACY, QUANTITIES
 from triaccel_bench.evidence import CLAIMED, EQUAL_TIME, FOLLOWED, KINDS, MEAN_BATCH, SHUFFLED, Compared, Evidence
+from triaccel_bench.recording import open_loop
 from triaccel_bench.reproduction import sweep
 from triaccel_bench.results import Results
 from triaccel_bench.verdict_tables import levelled_off
@@ -21,6 +22,8 @@ from triaccel_bench.verdicts import Checked, every, some
 
 TIME = next(quantity for quantity in QUANTITIES if quantity.field == "seconds")
 SEEDS = (0, 1, 2)
+MEAN = 184
+"""Samples a step of Tri-Accel+."""
 FIGURES = {  # accuracy, seconds, GB of a seed without noise
     "fp32": (80.0, 20.0, 0.180),
     "tf32": (80.0, 15.0, 0.180),
@@ -34,6 +37,8 @@ FIGURES = {  # accuracy, seconds, GB of a seed without noise
 
 def cell(model: str, method: str, figures=None, tree=None, seeds=SEEDS, **changes) -> list:
     accuracy, seconds, gb = figures or FIGURES[method]
+    asked = {"seeds": list(seeds), "epochs": 10} | (tree or {})
+    batch = MEAN if method == "triaccel_plus" else 96
     made = []
     for seed in seeds:
         apart = (seed - 1) * 0.02
@@ -41,10 +46,10 @@ def cell(model: str, method: str, figures=None, tree=None, seeds=SEEDS, **change
             epoch(
                 number, evaluation_accuracy_percent=accuracy + apart - (3 if number < 9 else 0),
                 train_seconds=seconds * (1 + apart / 10), memory_peak_bytes=round(gb * GB), controller_seconds=0.0,
+                batch_mean=float(batch), batch_min=batch, batch_max=batch, batch_last=batch,
             )
-            for number in range(1, 11)
+            for number in range(1, asked["epochs"] + 1)
         ]  # fmt: skip
-        asked = {"seeds": list(seeds), "epochs": 10} | (tree or {})
         made.append(run(model=model, method=method, seed=seed, epochs=epochs, tree=asked, **changes))
     return made
 
@@ -196,12 +201,12 @@ def test_the_seeds_that_the_page_misses_are_those_that_the_reproduction_runs():
 
 def test_a_control_that_is_lacking_is_named():
     text = page(Results((*study(), *controls())))
-    assert "ResNet-18: no control: AMP (Static) for as long as Tri-Accel Plus.\n" in text
+    assert "ResNet-18: controls lacking: AMP (Static) for as long as Tri-Accel Plus.\n" in text
     every = ", ".join((
         "AMP (Static) at Tri-Accel Plus's mean batch", "FP32 Baseline for as long as Tri-Accel Plus",
         "AMP (Static) for as long as Tri-Accel Plus", "recorded schedule", "recorded schedule, layers shuffled",
     ))  # fmt: skip
-    assert f"EfficientNet-B0: no control: {every}.\n" in text
+    assert f"EfficientNet-B0: controls lacking: {every}.\n" in text
 
 
 def test_a_seed_that_a_control_lacks_is_named_with_it():
@@ -209,7 +214,10 @@ def test_a_seed_that_a_control_lacks_is_named_with_it():
     lost = next(one for one in beside if one.method == "fp32" and one.seed == 2)
     lost.status, lost.reason = "failed", "no driver"
     text = page(Results((*study(), *beside)))
-    assert "CIFAR-10 / ResNet-18 / FP32 Baseline, 2 epochs: not in the mean: seed 2 failed: no driver" in text
+    assert "CIFAR-10 / ResNet-18 / FP32 Baseline, 1 epoch: not in the mean: seed 2 failed: no driver" in text
+    assert "ResNet-18: controls lacking: FP32 Baseline for as long as Tri-Accel Plus (2 of 3 seeds), " in text
+    without = [one for one in (*study(), *beside) if one.method != "triaccel_plus"]
+    assert "controls lacking" not in page(Results(tuple(without))), "there is nothing to hold them against"
 
 
 def test_a_run_that_diverged_contradicts_stability_and_stands_in_no_mean():
@@ -374,11 +382,11 @@ def test_whether_fp32_had_levelled_off(gains, said):
 
 def controls(model: str = "resnet18") -> list:
     plus = settings("cifar10", model, "triaccel_plus")["method"]
-    followed = {"method": plus | {"name": "replay"}, "replay": {"run": "x", "schedule": "0" * 12}}
+    followed = {"method": open_loop(plus, "replay"), "replay": {"run": "x", "schedule": "0" * 12}}
     shuffled = followed | {"replay": followed["replay"] | {"shuffle": "layers"}}
     return [
-        *cell(model, "amp", (80.1, 3.0, 0.14), {"method": {"batch": {"initial": 184}}}, cell="mean"),
-        *cell(model, "fp32", (70.0, 20.0, 0.18), {"epochs": 2}, cell="equal"),
+        *cell(model, "amp", (80.1, 3.0, 0.14), {"method": {"batch": {"initial": MEAN}}}, cell="mean"),
+        *cell(model, "fp32", (70.0, 20.0, 0.18), {"epochs": 1}, cell="equal"),
         *cell(model, "replay", (80.2, 2.4, 0.15), followed, cell="follow"),
         *cell(model, "replay", (79.0, 2.4, 0.15), shuffled, cell="shuffle"),
     ]
@@ -391,6 +399,32 @@ def test_controls_are_told_by_the_one_thing_in_which_they_differ():
     assert found.controls("cifar10", "efficientnet_b0") == [] and tuple(kinds) == KINDS and found.unused == []
     text = page(Results((*study(), *controls())))
     assert "the schedule against its shuffled twin: accuracy +1.20" in text and "AMP (Static), B = 184" in text
+
+
+@pytest.mark.parametrize("method, figures, tree", [
+    ("amp", (80.1, 3.0, 0.14), {"method": {"batch": {"initial": 104}}}),  # another batch
+    ("fp32", (70.0, 20.0, 0.18), {"epochs": 3}),  # more than twice as long
+    ("replay", (80.2, 2.4, 0.15), {"optimizer": {"lr": 0.5}}),
+    ("replay", (80.2, 2.4, 0.15), {"method": {"batch": {"head_start": 2.0}}}),
+])  # fmt: skip
+def test_what_is_like_a_control_but_for_its_figure_is_none(method, figures, tree):
+    if method == "replay":
+        plus = open_loop(settings("cifar10", "resnet18", "triaccel_plus")["method"], "replay")
+        tree = merged({"method": plus, "replay": {"run": "x", "schedule": "0" * 12}}, tree)
+    found = evidence(*study(), *cell("resnet18", method, figures, tree, cell="other"))
+    assert found.controls("cifar10", "resnet18") == [] and [each.cell for each in found.unused] == ["other"]
+
+
+def test_overhead_is_that_of_the_whole_run():
+    """Curvature that is read in the first half alone costs what it costs."""
+    runs = study()
+    for one in (one for one in runs if one.method == "triaccel"):
+        for each in one.epochs:
+            each.train_seconds, each.probe_seconds = 10.0, 2.0 if each.epoch <= 5 else 0.0
+    assert verdict_of("overhead", *runs) == "contradicted"
+    (found,) = (each for each in verdicts.judged(evidence(*runs)) if each.claim is paper.MEASURABLE["overhead"])
+    assert "ResNet-18: 10 [10, 10] % of the run's time, n = 3" in [each.text for each in found.tests]
+    assert verdict_of("overhead", *study()) == "in part", "none at all, and CIFAR-100 is not there"
 
 
 def test_controls_are_no_part_of_the_study():

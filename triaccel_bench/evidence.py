@@ -15,6 +15,7 @@ from triaccel_bench.cells import Cell, as_in_the_paper, cells, names
 from triaccel_bench.compare import Difference
 from triaccel_bench.differences import QUANTITIES, Quantity, least, values
 from triaccel_bench.labels import order
+from triaccel_bench.recording import open_loop
 from triaccel_bench.results import Results
 from triaccel_bench.tuning import Tuning, tunings
 
@@ -191,13 +192,32 @@ def _kind(cell: Cell, ours: Cell) -> str | None:
     here, there = _conditions(cell), _conditions(ours)
     apart = {key for key in here if here[key] != there.get(key)}
     if cell.method == "replay":
-        shuffled = cell.settings["replay"]["shuffle"] is not None
-        return None if apart else SHUFFLED if shuffled else FOLLOWED
-    if cell.method == "amp" and apart == {"batch.initial"}:
+        if apart or not _follows(cell, ours):
+            return None
+        return FOLLOWED if cell.settings["replay"]["shuffle"] is None else SHUFFLED
+    if cell.method == "amp" and apart == {"batch.initial"} and _as_large(cell, ours):
         return MEAN_BATCH
-    if cell.method in ("fp32", "amp") and apart == {"epochs"}:
+    if cell.method in ("fp32", "amp") and apart == {"epochs"} and _as_long(cell, ours):
         return EQUAL_TIME
     return None
+
+
+def _follows(cell: Cell, ours: Cell) -> bool:
+    """Whether a replay has the settings of our runs; which of them it follows no record of ours tells."""
+    method = open_loop(ours.settings["method"], cell.method)
+    return (cell.settings["method"], cell.settings["optimizer"]) == (method, ours.settings["optimizer"])
+
+
+def _as_large(cell: Cell, ours: Cell) -> bool:
+    """Whether B is our mean batch, which other seeds move a little."""
+    mean = ours.mean("batch_mean")
+    return mean is None or abs(cell.settings["method"]["batch"]["initial"] - mean.mean) <= 0.05 * mean.mean
+
+
+def _as_long(cell: Cell, ours: Cell) -> bool:
+    """Whether training took as long as ours, to an epoch."""
+    mine, yours = ours.mean("training_seconds"), cell.mean("training_seconds")
+    return mine is None or yours is None or abs(yours.mean - mine.mean) <= yours.mean / cell.runs[0].epochs_planned
 
 
 def _conditions(cell: Cell) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from triaccel_bench import compare
@@ -172,7 +173,9 @@ def schedules(found: list[Cell], name: Names) -> list[str]:
 
 def _schedule(cell: Cell) -> str:
     replay = cell.settings["replay"]
-    told = f"nothing was read or decided; it followed schedule {replay['schedule']}, recorded in {replay['run']}"
+    # Of the place where that was: cell and seed.
+    recorded = "/".join(Path(replay["run"]).parts[-2:])
+    told = f"nothing was read or decided; it followed schedule {replay['schedule']}, recorded in {recorded}"
     if replay["shuffle"] is None:
         return told
     return f"{told}, with the layers' dtypes and rates permuted among them (replay.seed={replay['seed']})"

@@ -39,7 +39,8 @@ class Plain(Reporter):
     def __init__(self, now=time.monotonic) -> None:
         self._now = now
         self._label, self._meter = "", "vram"
-        self._started, self._first = 0.0, None
+        self._started = 0.0
+        self._first: int | None = None
 
     def start(self, label: str, meter: str) -> None:
         self._label, self._meter, self._first = label, meter, None

@@ -43,14 +43,6 @@ class Recording:
     changes: tuple[Change, ...]
     """From the start on, which is the first."""
 
-    def open_loop(self, name: str) -> dict[str, Any]:
-        """Settings of a method of this name that runs a step as the recorded one did, and decides nothing."""
-        method = dict(self.method, name=name)
-        method["precision"] = dict(method["precision"], adaptive=False)
-        method["curvature"] = dict(method["curvature"], rates=False, promotion=False)
-        method["batch"] = dict(method["batch"], elastic=False)
-        return method
-
     def fingerprint(self) -> str:
         """Twelve hex digits over the schedule and what else of the recorded method a step goes by."""
         method, changes = self.method, [list(vars(change).values()) for change in self.changes]
@@ -144,6 +136,16 @@ def _refusal(where: str, expected: str, got: str, remedy: str) -> SettingsError:
     return SettingsError(f"replay.run={where}: expected {expected}, got {got}; {remedy}")
 
 
+def open_loop(method: dict[str, Any], name: str) -> dict[str, Any]:
+    """Settings of a method of this name that runs a step as the recorded ``method`` did, and decides nothing."""
+    switched_off = {
+        "precision": method["precision"] | {"adaptive": False},
+        "curvature": method["curvature"] | {"rates": False, "promotion": False},
+        "batch": method["batch"] | {"elastic": False},
+    }
+    return method | switched_off | {"name": name}
+
+
 def with_recorded_method(config: dict[str, Any]) -> dict[str, Any]:
     """A plain configuration whose method, where it is ``replay``, is filled in from the run that it follows.
 
@@ -192,7 +194,7 @@ def with_recorded_method(config: dict[str, Any]) -> dict[str, Any]:
             "run; name the run that is meant, or leave replay.schedule out"
         )
     model = _with_recorded_checkpointing(config.get("model"), recording)
-    method = recording.open_loop(method["name"])
+    method = open_loop(recording.method, method["name"])
     return config | {"model": model, "method": method, "replay": replay | {"schedule": schedule}}
 
 

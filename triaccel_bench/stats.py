@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import get_args
@@ -46,6 +46,8 @@ class RunSummary:
     seconds_epochs: int
     training_seconds: float | None
     """Of the whole run."""
+    loop_seconds: float | None
+    """Part of those: controller, probes and captures; None where they were not clocked."""
     first_use_seconds: float | None
     """Before the first epoch: libraries, kernels, MemMax, captures of probes."""
     meter: Meter
@@ -182,6 +184,11 @@ def _hardly_probed(run: RunRecord) -> bool:
     return bool(ages) and due and (None in ages or 2 * statistics.median(ages) > run.steps)
 
 
+def _loop_seconds(epochs: Sequence[EpochRecord]) -> float | None:
+    parts = [part for e in epochs for part in (e.controller_seconds, e.probe_seconds, e.capture_seconds)]
+    return None if None in parts or not parts else math.fsum(parts)
+
+
 def summarise(run: RunRecord) -> RunSummary:
     """The figures of one run. Scores need a VRAM meter: bytes of live tensors give none."""
     last = run.epochs[-LAST_EPOCHS:]
@@ -198,6 +205,7 @@ def summarise(run: RunRecord) -> RunSummary:
         seconds=seconds,
         seconds_epochs=len(last),
         training_seconds=math.fsum(epoch.train_seconds for epoch in run.epochs) if run.epochs else None,
+        loop_seconds=_loop_seconds(run.epochs),
         first_use_seconds=run.first_use_seconds,
         meter=run.meter,
         memory_peak_bytes=memory,

@@ -278,13 +278,12 @@ def _efficiency(cell: Cell, where: str) -> Checked:
 
 
 def _overhead(cell: Cell, where: str) -> Checked:
-    parts = ("controller", "probe", "capture")
     shares = {
-        each.seed: 100 * sum(each.split_seconds[part] for part in parts) / each.seconds
+        each.seed: 100 * each.loop_seconds / each.training_seconds
         for each in cell.summaries
-        if each.seconds and all(each.split_seconds.get(part) is not None for part in parts)
+        if each.training_seconds and each.loop_seconds is not None
     }
-    return alone(shares, at_most(100 * LOW_SHARE), "% of the time", where)
+    return alone(shares, at_most(100 * LOW_SHARE), "% of the run's time", where)
 
 
 def _stability(cell: Cell, where: str) -> Checked:
