@@ -415,6 +415,12 @@ def test_what_is_like_a_control_but_for_its_figure_is_none(method, figures, tree
     assert found.controls("cifar10", "resnet18") == [] and [each.cell for each in found.unused] == ["other"]
 
 
+def test_a_control_is_held_against_the_seeds_that_it_was_made_by():
+    slower = cell("resnet18", "triaccel_plus", (80.3, 25.0, 0.150), seeds=range(3, 10))
+    found = evidence(*study(), *slower, *controls())
+    assert {kind for kind, _ in found.controls("cifar10", "resnet18")} == set(KINDS)
+
+
 def test_overhead_is_that_of_the_whole_run():
     """Curvature that is read in the first half alone costs what it costs."""
     runs = study()
