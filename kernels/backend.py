@@ -65,9 +65,12 @@ def compiled_together() -> Iterator[None]:
     def compile_only(kernel, *arguments, grid, warmup, **options):
         return run(kernel, *arguments, grid=grid, warmup=True, **options)
 
-    # Triton's mode holds in its own thread, and backward passes of a card have another one.
-    in_one_thread = torch.autograd.set_multithreading_enabled(False)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, triton.AsyncCompileMode(pool), in_one_thread:
+    with (
+        ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+        triton.AsyncCompileMode(pool),
+        # Triton's mode holds in the thread that entered it, and a card's backward passes have one of their own.
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         triton.JITFunction.run = compile_only
         try:
             yield
