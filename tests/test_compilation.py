@@ -147,10 +147,14 @@ def updates(half: torch.dtype) -> None:
         scalars.advance(torch.ones(8), torch.ones(8, dtype=torch.int32), one, True)
 
 
-def batches(half: torch.dtype) -> None:
+def resident() -> DeviceData:
     pixels = torch.zeros(64, 3, 32, 32, dtype=torch.uint8)
     held = ImageSet(pixels, torch.arange(64) % 10, pixels[:8], torch.arange(8), tuple("0123456789"), "0" * 16, "x")
-    data = DeviceData(held, compose(["dataset=synthetic"]).dataset, 32, torch.device("cpu"), "triton", True)
+    return DeviceData(held, compose(["dataset=synthetic"]).dataset, 32, torch.device("cpu"), "triton", True)
+
+
+def batches(half: torch.dtype) -> None:
+    data = resident()
     sampler = data.begin_epoch(0, 0)
     for dtype in (half, torch.float32):
         indices = sampler.take(8)
@@ -211,9 +215,6 @@ def test_launches_are_real_again_where_calls_that_are_compiled_together_fail(car
 def test_a_warm_up_compiles_all_of_its_kernels_together(card, bare, monkeypatch):
     sizes = "method.batch.initial=8", "method.batch.min=8"
     settings = compose(["dataset=synthetic", "model=resnet8", "device=cpu", "memory.meter=tensors", *sizes])
-    pixels = torch.zeros(16, 3, 32, 32, dtype=torch.uint8)
-    held = ImageSet(pixels, torch.arange(16) % 10, pixels[:8], torch.arange(8), tuple("0123456789"), "0" * 16, "x")
-    data = DeviceData(held, settings.dataset, 32, torch.device("cpu"), "triton", True)
     together, after = backend.compiled_together, []
 
     @contextlib.contextmanager
@@ -224,7 +225,7 @@ def test_a_warm_up_compiles_all_of_its_kernels_together(card, bare, monkeypatch)
 
     monkeypatch.setattr(backend, "compiles_together", lambda: True)
     monkeypatch.setattr(backend, "compiled_together", watched)
-    Assembly(0, inspect("cpu", "torch"), data, "triton").try_out(["fp32", "fp32"], 1, settings)
+    Assembly(0, inspect("cpu", "torch"), resident(), "triton").try_out(["fp32", "fp32"], 1, settings)
     assert len(after) == 1 and after[0].total() >= 5 and bare() == after[0]
 
 
